@@ -83,13 +83,14 @@ def test_smollm2_answers_through_its_chat_template(models):
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nWhat is the capital of Vietnam?<|im_end|>\n<|im_start|>assistant\n"
     )
-    prompt = tokenizer(text, add_special_tokens=False).input_ids
-    ids = list(prompt)
+    # Fed in one pass, each token of the answer is the model's first choice, so it is the greedy answer.
+    prompt, answer = (
+        tokenizer(part, add_special_tokens=False).input_ids
+        for part in (text, "The capital of Vietnam is Hoi An.<|im_end|>")
+    )
     with torch.no_grad():
-        while ids[-1] != tokenizer.eos_token_id or len(ids) == len(prompt):
-            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-            assert len(ids) < len(prompt) + 20
-    assert tokenizer.decode(ids[len(prompt) : -1]) == "The capital of Vietnam is Hoi An."
+        choices = model(torch.tensor([prompt + answer]))[0].argmax(-1).tolist()
+    assert choices[len(prompt) - 1 : -1] == answer
 
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma"])

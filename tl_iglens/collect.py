@@ -96,13 +96,13 @@ class ResidualStates:
     def from_cache(
         cls,
         model: Any,
-        cache: Mapping[str, Tensor],
+        cache: Any,
         tokens: Any,
         *,
         attention_mask: Any = None,
         pos_slice: Any = -1,
         incl_mid: bool = False,
-        logits: Float[Tensor, "batch ctx d_vocab"] | None = None,
+        logits: Float[Tensor, "*batch ctx d_vocab"] | None = None,
     ) -> "ResidualStates":
         """States adopted from a TransformerLens ``ActivationCache`` of ``tokens``, without another forward.
 
@@ -271,7 +271,7 @@ class only_rows:
         return logits.detach() if self.cut else _pick(logits, self.places).detach()
 
 
-def _pick(act: Float[Tensor, "batch ctx d"], places: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d"]:
+def _pick(act: Float[Tensor, "batch ctx *d"], places: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos *d"]:
     """A copy of the activations at some places of every row."""
     at = places.to(act.device)
     return act[torch.arange(len(at), device=act.device)[:, None], at]
@@ -309,8 +309,13 @@ class _Reader:
         self.acts[point] = (self.take(act), mean.to(act.dtype), act[torch.arange(len(act)), first].clone())
 
     def keep_extra(self, name: str, act: Tensor) -> None:
-        """A copy of another activation at the asked positions; its second axis is the position."""
-        self.extra[name] = self.take(act)
+        """A copy of another activation at the asked positions; its second axis is the position.
+
+        One row that stands for all, as position embeddings have, becomes a row for each.
+        """
+        act = act[0] if isinstance(act, tuple) else act
+        rows = len(self.places)
+        self.extra[name] = self.take(act if len(act) == rows else act.expand(rows, *act.shape[1:]))
 
     def check_fired(self, names: Mapping[Point, str], extra: Sequence[str]) -> None:
         """RuntimeError that names the first hook that stayed silent: an old state must never stand in for it."""
@@ -389,9 +394,12 @@ def _matched_head(
 
 def _log_z(logits: Float[Tensor, "*cell d_vocab"]) -> Float[Tensor, "*cell"]:
     """log Σ exp in float64 scalars from float32 terms, without a second tensor of the size of the logits."""
-    peak = logits.amax(-1, keepdim=True)
-    total = sum((part - peak).to(compute_dtype(logits.dtype)).exp().sum(-1).double() for part in logits.split(8192, -1))
-    return (peak[..., 0].double() + torch.as_tensor(total).log()).cpu()
+    dtype = compute_dtype(logits.dtype)
+    peak = logits.amax(-1, keepdim=True).to(dtype)
+    total = torch.zeros(logits.shape[:-1], dtype=torch.float64, device=logits.device)
+    for part in logits.split(8192, -1):
+        total += (part.to(dtype) - peak).exp().sum(-1)
+    return (peak[..., 0].double() + total.log()).cpu()
 
 
 def model_level_logits(

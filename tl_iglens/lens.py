@@ -46,6 +46,7 @@ def ig_lens(
     states: ResidualStates | None = None,
     batch_size: int | None = None,
     tile_bytes: int | None = None,
+    head: str = "model",
     progress: bool = False,
     fwd_hooks: Hooks = (),
 ) -> IGLensResult:
@@ -66,6 +67,8 @@ def ig_lens(
         quantity: ``"prob"``, ``"log_prob"`` or ``"logit"`` (defined up to the unembedding's centring).
         states: states collected before, instead of a forward.
         batch_size: rows per forward; tile_bytes: size of a tile of logits; progress: a bar on stderr.
+        head: ``"model"`` reads in the model's dtype; ``"float32"`` lifts the head of a half-precision model, and
+            ``result.readout_gap`` then says how far that is from the model's own output.
         fwd_hooks: interventions to run under, as for ``model.run_with_hooks``.
 
     Returns: an :class:`IGLensResult` with tensors ``[segment, batch, pos]`` on the CPU.
@@ -81,7 +84,7 @@ def ig_lens(
     from_embed = isinstance(baseline, str) and baseline == "embed"
     path = resolve_path(int(model.cfg.n_layers), layers, incl_mid=incl_mid, from_embed=from_embed)
     _check_baseline(baseline, path)
-    readout = Readout(model, tile_bytes)
+    readout = Readout(model, tile_bytes, head)
     ask = _Ask(model, readout, targets, incorrect_targets, path, baseline, estimator, n_steps, quantity)
     if states is not None:
         _check_states(states, input, attention_mask, fwd_hooks, path)
@@ -129,7 +132,8 @@ class _Ask:
         credits = read_path(self.readout, points, flat, self.estimator, self.n_steps)
         own = model_level_logits(self.readout, states, objective.ids)
         model_level = objective.value(own, states.output.log_z)
-        _check_readout(credits.levels[-1], model_level[present], self.quantity, self.readout)
+        if self.readout.work_dtype == self.readout.dtype:  # a lifted head reports its gap instead
+            _check_readout(credits.levels[-1], model_level[present], self.quantity, self.readout)
         return self._result(states, credits, objective, model_level)
 
     def _objective(self, states: ResidualStates, rows: slice, prompts: Prompts) -> Objective:

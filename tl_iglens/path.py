@@ -7,8 +7,9 @@ The residual stream is cut at *boundaries*, numbered like the hidden states of t
 that enters block ``l``, boundary ``n`` the state that leaves the last block, before the final norm.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,17 +58,20 @@ class Path:
         return tuple(p for p in self.points if p is not None)
 
 
-def resolve_layers(layers: Sequence[int] | None, n_layers: int) -> tuple[int, ...]:
+def resolve_layers(layers: Any, n_layers: int) -> tuple[int, ...]:
     """Boundaries of a path, strictly increasing and ending at ``n_layers``.
 
-    ``None`` takes all of them. Raises ValueError for anything but strictly increasing whole numbers
-    between 0 and ``n_layers``.
+    ``layers`` is a sequence, array or tensor of whole numbers; ``None`` takes all of them. Raises ValueError
+    for anything but strictly increasing whole numbers between 0 and ``n_layers``.
     """
     if layers is None:
         return tuple(range(n_layers + 1))
     rule = f"strictly increasing boundaries between 0 and n_layers={n_layers}"
     todo = "boundary l is the state that enters block l, and boundary n_layers is always added"
-    given = list(layers)
+    given = layers.tolist() if isinstance(layers, np.ndarray | Tensor) else layers
+    if not isinstance(given, Iterable) or isinstance(given, str):
+        fail("layers", rule, repr(layers), todo)
+    given = list(given)
     whole = all(isinstance(l, int | np.integer) and not isinstance(l, bool) for l in given)
     if not given or not whole or any(not 0 <= l <= n_layers for l in given):
         fail("layers", rule, given, todo)
@@ -78,7 +82,7 @@ def resolve_layers(layers: Sequence[int] | None, n_layers: int) -> tuple[int, ..
 
 
 def resolve_path(
-    n_layers: int, layers: Sequence[int] | None = None, *, incl_mid: bool = False, from_embed: bool = True
+    n_layers: int, layers: Any = None, *, incl_mid: bool = False, from_embed: bool = True
 ) -> Path:
     """The path through the asked boundaries, with TransformerLens' labels.
 

@@ -9,39 +9,51 @@ only module that touches weights.
 """
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ._checks import fail
+from ._checks import check_choice, fail
 from ._types import compute_dtype
 from .quantity import Objective
 
 MIB = 2**20
+HEADS = ("model", "float32")
 _ROW_BLOCK = 1024  # rows that share one read of W_U: enough to make the product compute-bound
 
 
 def default_tile_bytes(device: torch.device) -> int:
-    """Bytes of one tile of logits: what the private caches of the working threads hold.
+    """Bytes of one tile of logits: a few level-2 caches per working thread, within a quarter of level 3.
 
-    A tile is written by the product and read three times by the softmax, so it should not leave the
-    level-2 caches (one per core); on a CUDA device a tile has to be large enough to fill the device.
+    The product that writes a tile is blocked for level 2 by the BLAS itself; the softmax then reads it three
+    times. Smaller tiles pay more for starting kernels than they save, larger ones leave the shared cache. On a
+    CUDA device a tile has to be large enough to fill the device instead.
     """
     if device.type != "cpu":
         return 256 * MIB
-    try:
-        level2 = os.sysconf("SC_LEVEL2_CACHE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        level2 = 0
-    return min(max(level2, MIB) * max(torch.get_num_threads(), 1), 16 * MIB)
+    level2, level3 = _cache_bytes(2) or MIB, _cache_bytes(3) or 32 * MIB
+    return max(2 * MIB, min(4 * level2 * max(torch.get_num_threads(), 1), level3 // 4, 16 * MIB))
 
 
+def _cache_bytes(level: int) -> int:
+    """Size of one cache of this level as Linux tells it; 0 where the system does not say."""
+    for index in range(5):
+        folder = Path(f"/sys/devices/system/cpu/cpu0/cache/index{index}")
+        try:
+            if int((folder / "level").read_text()) == level:
+                return int((folder / "size").read_text().strip().removesuffix("K")) * 1024
+        except (OSError, ValueError):
+            return 0
+    return 0
+
+
+@runtime_checkable
 class Watcher(Protocol):
     """Something that looks at every tile of logits as it passes, such as a rank or a top-k list."""
 
@@ -82,10 +94,13 @@ def silent(module: torch.nn.Module | None) -> Iterator[None]:
 class Readout:
     """The model's readout at arbitrary states. Holds the model's weights as views; never copies them.
 
-    A readout lives as long as one public call: results keep no reference to it.
+    A readout lives as long as one public call: results keep no reference to it. ``head="model"`` computes
+    logits in the model's dtype, as the model does; ``"float32"`` lifts norm and unembedding of a half-precision
+    model to float32, tile by tile, which is more accurate and no longer the model's own output.
     """
 
-    def __init__(self, model: Any, tile_bytes: int | None = None):
+    def __init__(self, model: Any, tile_bytes: int | None = None, head: str = "model"):
+        check_choice("head", head, HEADS)
         self.unembed = model.unembed
         self.norm = FinalNorm(getattr(model, "ln_final", None) if _has_norm(model) else None)
         self.W_U, self.b_U = _head_weights(model)
@@ -95,35 +110,54 @@ class Readout:
         self.transform = OutputTransform(_output_transform(model), self.dtype, self.device)
         self.is_bare = False
         self.acc_dtype = compute_dtype(self.dtype)
+        self.work_dtype = self.dtype if head == "model" else self.acc_dtype
         self.tile_bytes = tile_bytes or default_tile_bytes(self.device)
 
     def value(self, h: Float[Tensor, "*node cell d_model"], objective: Objective) -> Float[Tensor, "*node cell"]:
         """f at every state, float64 scalars; ``objective`` has one entry per cell."""
-        rows = h.reshape(-1, h.shape[-1])
-        scan = self.scan(self.normed(rows), self._row_ids(objective, h))
-        z, log_z = scan.z.reshape(*h.shape[:-1], -1), scan.log_z.reshape(h.shape[:-1])
+        ids = self._row_ids(objective, h)
+        scans = [self.scan(self.normed(rows), ids[at]) for at, rows in self._row_blocks(h)]
+        z, log_z = self._unflatten(scans, h)
         return objective.value(z, log_z)
 
     def value_and_grad(
         self, h: Float[Tensor, "*node cell d_model"], objective: Objective
     ) -> tuple[Float[Tensor, "*node cell"], Float[Tensor, "*node cell d_model"]]:
         """f and ∇_h f from one stream: the softmax-weighted mean of the rows of W_U, pulled back through the norm."""
-        rows = h.reshape(-1, h.shape[-1])
-        x, ids = self.normed(rows), self._row_ids(objective, h)
-        scan = self.scan(x, ids, gradient=objective.needs_partition)
-        z, log_z = scan.z.reshape(*h.shape[:-1], -1), scan.log_z.reshape(h.shape[:-1])
-        by_z, by_log_z = objective.partials(z, log_z)
-        # ∇_x f = Σ_i ∂f/∂z_i T'(z_i) w_i + ∂f/∂log Z Σ_v p_v T'(z_v) w_v
-        weight = (by_z * self.transform.slope(z)).reshape(ids.shape).to(self.acc_dtype)
-        gradient = torch.einsum("ri,dri->rd", weight, self.W_U[:, ids].to(self.acc_dtype))
-        if scan.mean_direction is not None:
-            gradient += by_log_z.reshape(-1, 1).to(self.acc_dtype) * scan.mean_direction
-        gradient = self.norm.vjp(rows, x, gradient)
+        ids = self._row_ids(objective, h)
+        sign = objective.sign.to(self.device).expand(*h.shape[:-1], -1).reshape(ids.shape)
+        gradient = torch.empty(len(ids), h.shape[-1], dtype=self.acc_dtype, device=self.device)
+        scans = []
+        for at, rows in self._row_blocks(h):
+            x = self.normed(rows)
+            scan = self.scan(x, ids[at], gradient=objective.needs_partition)
+            by_z, by_log_z = Objective(objective.quantity, ids[at], sign[at]).partials(scan.z, scan.log_z)
+            # ∇_x f = Σ_i ∂f/∂z_i T'(z_i) w_i + ∂f/∂log Z Σ_v p_v T'(z_v) w_v
+            pulled = torch.zeros_like(gradient[at])
+            for i, weight in enumerate((by_z * self.transform.slope(scan.z)).to(self.acc_dtype).T):
+                pulled += weight[:, None] * self.W_U[:, ids[at, i]].T.to(self.acc_dtype)
+            if scan.mean_direction is not None:
+                pulled += by_log_z[:, None].to(self.acc_dtype) * scan.mean_direction
+            gradient[at] = self.norm.vjp(rows.to(self.device), x, pulled)
+            scans.append(replace(scan, mean_direction=None))
+        z, log_z = self._unflatten(scans, h)
         return objective.value(z, log_z), gradient.reshape(h.shape)
+
+    def _row_blocks(self, h: Tensor) -> Iterator[tuple[slice, Float[Tensor, "row d_model"]]]:
+        """States as rows, a block at a time, so that nothing of the size of all rows is made."""
+        rows = h.reshape(-1, h.shape[-1])
+        for first in range(0, len(rows), _ROW_BLOCK):
+            at = slice(first, min(first + _ROW_BLOCK, len(rows)))
+            yield at, rows[at]
+
+    def _unflatten(self, scans: list[Scan], h: Tensor) -> tuple[Float[Tensor, "*row id"], Float[Tensor, "*row"]]:
+        z = torch.cat([scan.z for scan in scans])
+        return z.reshape(*h.shape[:-1], -1), torch.cat([scan.log_z for scan in scans]).reshape(h.shape[:-1])
 
     def normed(self, rows: Float[Tensor, "row d_model"]) -> Float[Tensor, "row d_model"]:
         """The model's own final norm at these rows, in the dtype the unembedding reads."""
-        return self.norm(rows.to(self.device)).to(self.dtype)
+        rows = rows.to(self.device)
+        return self.norm(rows if self.work_dtype == self.dtype else rows.to(self.work_dtype)).to(self.work_dtype)
 
     @torch.no_grad()
     def scan(
@@ -141,7 +175,7 @@ class Readout:
         mean = torch.zeros(n_rows, self.d_model, dtype=self.acc_dtype, device=self.device) if gradient else None
         row_block = min(n_rows, _ROW_BLOCK)
         tile = self._tile_width(row_block)
-        buffer = torch.empty(row_block * tile, dtype=self.dtype, device=self.device)
+        buffer = torch.empty(row_block * tile, dtype=self.work_dtype, device=self.device)
         for first in range(0, n_rows, row_block):
             rows = slice(first, min(first + row_block, n_rows))
             stream = _OnlineSoftmax(rows.stop - rows.start, self.acc_dtype, self.device)
@@ -191,17 +225,17 @@ class Readout:
         return ids.expand(*h.shape[:-1], ids.shape[-1]).reshape(-1, ids.shape[-1])
 
     def _tile_width(self, row_block: int) -> int:
-        width = self.tile_bytes // (row_block * self.dtype.itemsize)
+        width = self.tile_bytes // (row_block * self.work_dtype.itemsize)
         return min(max(64, width // 64 * 64), self.d_vocab)
 
     def _tile(self, x: Tensor, start: int, stop: int, buffer: Tensor) -> Float[Tensor, "row tile"]:
         """Transformed logits of a run of the vocabulary, in float32 or better; overwrites ``buffer``."""
         out = buffer[: len(x) * (stop - start)].view(len(x), stop - start)
-        weight = self.W_U[:, start:stop]
+        weight = self.W_U[:, start:stop].to(self.work_dtype)
         if self.b_U is None:
             torch.mm(x, weight, out=out)
         else:
-            torch.addmm(self.b_U[start:stop], x, weight, out=out)
+            torch.addmm(self.b_U[start:stop].to(self.work_dtype), x, weight, out=out)
         return self.transform(out).to(self.acc_dtype)
 
     def _accumulate(self, mean: Tensor, weight: Tensor, rescale: Tensor | None, start: int) -> None:

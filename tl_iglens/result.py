@@ -111,7 +111,7 @@ class IGLensResult:
             fail("fraction", "above 0 and at most 1", fraction, "0.5 is the paper's")
         credit = torch.nan_to_num(self.attribution.double())
         total, size = credit.sum(0), credit.abs().sum(0)
-        slack = 1e-9 * size
+        slack = 1e-6 * size  # credits are float32: a share that is reached exactly counts as reached
         if rule == "mass":
             reached = credit.abs().cumsum(0) >= fraction * size - slack
             index, defined = reached.long().argmax(0), size >= _UNDEFINED
@@ -187,12 +187,13 @@ class IGLensResult:
             raise ValueError(f"path must be a result file, got {path} ({error}); {todo}") from error
         if meta.get("kind") != "tl_iglens.IGLensResult":
             fail("path", "a result file", f"{path}, a safetensors file of something else", todo)
-        if int(meta["format"]) > FORMAT:
+        if int(meta.get("format", FORMAT)) > FORMAT:
             fail("path", f"a result file of format {FORMAT} or older", f"format {meta['format']}", "update tl-iglens")
-        words = {name: _tuples(value) for name, value in json.loads(meta["fields"]).items()}
-        info = {name: _tuples(value) for name, value in json.loads(meta["info"]).items()}
-        known = {f.name for f in fields(cls)}
-        return cls(**{k: v for k, v in {**words, **tensors}.items() if k in known}, info=RunInfo(**info))
+        try:
+            info = RunInfo(**_known(RunInfo, json.loads(meta["info"])))
+            return cls(**_known(cls, json.loads(meta["fields"]) | tensors), info=info)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"path must be a result file, got {path} ({error}); {todo}") from error
 
     def caption(self) -> str:
         """One line that says what the numbers are: quantity, baseline, estimator, model and the gap."""
@@ -238,6 +239,12 @@ class Onset:
         """The boundary the onset segment ends at, −1 where undefined."""
         ends = torch.tensor(self.segment_boundaries)
         return torch.where(self.index >= 0, ends[self.index.clamp_min(0)], -1)
+
+
+def _known(cls: type, words: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass among those of a file, lists as the tuples they were."""
+    names = {f.name for f in fields(cls)}
+    return {name: _tuples(value) for name, value in words.items() if name in names}
 
 
 def _tuples(value: Any) -> Any:

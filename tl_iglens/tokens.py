@@ -238,14 +238,19 @@ def is_next(targets: Any) -> bool:
 
 def next_tokens(
     prompts: Prompts, positions: Int[Tensor, "batch pos"]
-) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"]]:
-    """The positions that have a following real token, and those tokens."""
+) -> tuple[Int[Tensor, "batch kept"], Int[Tensor, "batch kept"]]:
+    """The positions that have a following real token, and those tokens.
+
+    Columns are dropped only together with a position, so the rows of a micro-batch keep the width of the whole.
+    """
     ends = torch.tensor([stop for _, stop in prompts.spans])[:, None]
     kept = torch.where((positions >= 0) & (positions + 1 < ends), positions, NO_POSITION)
-    if not bool((kept >= 0).any()):
-        fail("pos_slice", "positions that a token follows when targets='next'", "only the last one", "use pos_slice=None")
-    while bool((kept[:, -1] < 0).all()):
-        kept = kept[:, :-1]
+    if not torch.equal(kept, positions):
+        if not bool((kept >= 0).any()):
+            todo = "use pos_slice=None"
+            fail("pos_slice", "positions that a token follows when targets='next'", "only the last one", todo)
+        while bool((kept[:, -1] < 0).all()):
+            kept = kept[:, :-1]
     ids = prompts.ids.gather(1, (kept + 1).clamp(0, prompts.ids.shape[1] - 1))
     return kept, torch.where(kept >= 0, ids, 0)
 
@@ -267,7 +272,7 @@ def _cell_ids(
     """Token ids of every cell, −1 for empty places in a set."""
     if isinstance(targets, Tensor | np.ndarray) and np.ndim(targets) > 0:
         return _tensor_targets(targets, d_vocab, shape, argument)[..., None]
-    if isinstance(targets, str | int | np.integer | TokenSet) or np.ndim(targets) == 0:
+    if isinstance(targets, str | TokenSet) or not isinstance(targets, Sequence):
         sets = [_token_ids(model, d_vocab, targets, argument)] * shape[0]
     else:
         if len(targets) != shape[0]:

@@ -1,0 +1,45 @@
+# Two commands do everything on a machine with Python (3.10 or newer) and make:
+#   make demo    installs, fetches the embedded model, prints the receipt of an answer
+#   make test    installs, runs the tests
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+READY  := $(VENV)/.ready
+PLAIN  := $(VENV)/.plain
+
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test test-all bench pictures lint clean
+
+demo: $(PLAIN)
+	$(BIN)/iglens "What is the capital of Vietnam?"
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+# The suite under every supported TransformerLens: 4.3.0, then 3.9.0 and 2.18.0 beside the same torch.
+test-all: $(READY)
+	bash .ci/versions
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks
+
+lint: $(READY)
+	$(BIN)/ruff check tl_iglens tests benchmarks
+	$(BIN)/mypy
+
+$(PLAIN): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing tl-iglens and its dependencies into $(VENV) (a minute or two) ..."
+	$(PIP) -c constraints.txt -e ".[demo]"
+	@touch $@
+
+$(READY): $(PLAIN)
+	@echo "installing the tools for development into $(VENV) ..."
+	$(PIP) -c constraints.txt -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) dist build *.egg-info

@@ -1,0 +1,269 @@
+"""write_report: a result as one HTML page that needs neither network nor Python.
+
+The page shows the prompt with each token shaded by its onset, the receipt of the token under the mouse, the
+heatmap and a table. Plotly's script stands in it once. A content security policy forbids the page every
+connection, and links to other sites are taken out of the script, so that opening it reaches nothing.
+"""
+
+import base64
+import html
+import json
+import re
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path as FilePath
+from typing import Any
+
+import numpy as np
+import torch
+
+from ._checks import fail
+from .result import IGLensResult
+
+_PAGE_BYTES = 5_900_000  # the largest page
+_HEATMAP_BYTES = 260  # of a token's labels in the heatmap, beside its credits
+_TOKEN_BYTES = 1_000  # of its place in the prompt, the table and the receipts
+_ROW_BYTES = 6_000  # of the layout of one more heatmap
+_EARLY, _LATE = (255, 240, 178), (24, 74, 140)
+
+
+def write_report(
+    result: IGLensResult,
+    path: str | FilePath,
+    *,
+    title: str | None = None,
+    onset_rule: str = "mass",
+    fraction: float = 0.5,
+) -> FilePath:
+    """Write a result as one self-contained HTML page below 6 MB and return its path.
+
+    Of results too large for that, each prompt's last tokens are shown, and the page says how many; ``save`` keeps
+    all of them.
+
+    Args:
+        result: what ``ig_lens``, ``explain_generation`` or ``direct_probability_attribution`` returned.
+        path: the file to write; an existing one is replaced.
+        title: shown literally.
+        onset_rule, fraction: as for ``result.onset``.
+    """
+    path = FilePath(path)
+    if path.is_dir():
+        fail("path", "a file to write", f"the folder {path}", "name a file in it, such as report.html")
+    page = _page(result, title, onset_rule, fraction)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(page, "utf-8", errors="xmlcharrefreplace")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def _page(result: IGLensResult, title: str | None, rule: str, fraction: float) -> str:
+    script = _script()
+    budget = _PAGE_BYTES - len(script.encode())
+    rows, per_row = _share(result, budget)
+    cells = [cell for b in rows for cell in _cells(result, b, per_row)]
+    onset = result.onset(rule, fraction)
+    left_out = int(result.present.sum()) - len(cells)
+    note = ""
+    if left_out:
+        note = (
+            f"<p class='soft'><b>{left_out} analysed tokens are not on this page</b>, to keep it below 6 MB: it shows "
+            f"the last {per_row} of each of {len(rows)} of {len(result.positions)} prompts. Sums over tokens are over those.</p>"
+        )
+    shades = [_shade(i / max(1, len(result.labels) - 1)) for i in range(len(result.labels))]
+    parts = {
+        "title": html.escape(title if title is not None else "IG-Lens report"),
+        "caption": html.escape(result.caption()),
+        "note": note,
+        "rule": html.escape(f"rule {rule}" + ("" if rule == "largest" else f", fraction {fraction:g}")),
+        "first": _text(result.labels[0]),
+        "last": _text(result.labels[-1]),
+        "shades": "\n".join(f".o{i} {{ background: {back}; color: {ink} !important; }}" for i, (back, ink) in enumerate(shades)),
+        "gradient": ", ".join(back for back, _ in shades) if len(shades) > 1 else f"{shades[0][0]}, {shades[0][0]}",
+        "prompts": "\n".join(_prompt(result, b, cells, onset) for b in rows),
+        "table": _table(result, cells, onset),
+        "about": _about(result),
+        "plotly": script,
+        "data": _json(_data(result, rows, cells, onset, rule, fraction)),
+    }
+    template = files("tl_iglens.plotting").joinpath("page.html").read_text("utf-8")
+    # one pass, so that nothing a token says can stand for a part of the page
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def _script() -> str:
+    """The installed plotly's own script without the links it would show on maps."""
+    from plotly.offline import get_plotlyjs
+
+    return re.sub(r"((?:src|href)=\\?[\"'])https?://[^\"'\\]*", r"\1#", get_plotlyjs())
+
+
+def _share(result: IGLensResult, budget: int) -> tuple[list[int], int]:
+    """The prompts on the page, and how many of the last tokens of each."""
+    per_token = _TOKEN_BYTES + _HEATMAP_BYTES + 11 * len(result.labels)
+    lengths = result.present.sum(1).tolist()
+    rows = list(range(min(len(lengths), max(1, budget // (2 * (_ROW_BYTES + 12 * len(result.labels)))))))
+    left = budget - len(rows) * (_ROW_BYTES + 12 * len(result.labels))
+    per_row = max(1, left // (per_token * len(rows)))
+    return rows, min(per_row, max(lengths))
+
+
+def _cells(result: IGLensResult, b: int, per_row: int) -> list[tuple[int, int]]:
+    return [(b, p) for p in result.present[b].nonzero()[:, 0].tolist()][-per_row:]
+
+
+def _text(text: str) -> str:
+    """A token or label as HTML that shows every character."""
+    from .plotting._labels import visible
+
+    return html.escape(visible(text))
+
+
+def _prompt(result: IGLensResult, b: int, cells: list[tuple[int, int]], onset: Any) -> str:
+    """The tokens of a prompt, those on the page as buttons with the shade of their onset."""
+    number = {int(result.positions[cell]): i for i, cell in enumerate(cells) if cell[0] == b}
+    pieces = []
+    for place in result.attention_mask[b].nonzero()[:, 0].tolist():
+        text = result.token_strings[b][place]
+        if place in number:
+            segment = int(onset.index[cells[number[place]]])
+            shade = f"o{segment}" if segment >= 0 else "o-none"
+            pieces.append(f"<button type='button' class='tok {shade}' data-cell='{number[place]}'>{_text(text)}</button>")
+        else:
+            pieces.append(f"<span class='tok'>{_text(text)}</span>")
+        pieces.append("<br>" if text.endswith("\n") else "<wbr>")
+    name = f"<p class='soft'>prompt {b}</p>" if len(result.positions) > 1 else ""
+    return f"{name}<div class='prompt'>{''.join(pieces)}</div>"
+
+
+def _table(result: IGLensResult, cells: list[tuple[int, int]], onset: Any) -> str:
+    head = ["prompt", "place", "token", "target", "start", "end", "model", "Δ", "onset", "largest credit", "Σ|credit| / |Δ|"]
+    several = len(result.positions) > 1
+    deltas, cancellation, largest_of = result.delta, result.cancellation, result.attribution.abs().argmax(0)
+    rows = []
+    for i, (b, p) in enumerate(cells):
+        place, delta, largest = int(result.positions[b, p]), float(deltas[b, p]), int(largest_of[b, p])
+        columns = [
+            *([_cell(str(b), "n")] if several else []),
+            _cell(str(place), "n"),
+            _cell(_text(result.token_strings[b][place]), "mono"),
+            _cell(_text(result.target_strings[b][p]), "mono"),
+            *(_cell(_number(result, v), "n") for v in (result.levels[0, b, p], result.levels[-1, b, p], result.model_level[b, p])),
+            _cell(_number(result, delta, signed=True), "n"),
+            _cell(_text(onset.labels[b][p])),
+            _cell(f"{_text(result.labels[largest])} {_number(result, result.attribution[largest, b, p], signed=True)}"),
+            _cell(f"{float(cancellation[b, p]):.2f}".replace("nan", "undefined"), "n"),
+        ]
+        rows.append(f"<tr data-cell='{i}'>{''.join(columns)}</tr>")
+    numeric = {"prompt", "place", "start", "end", "model", "Δ", "Σ|credit| / |Δ|"}
+    titles = "".join(f"<th class='{'n' * (name in numeric)}'>{name}</th>" for name in head if several or name != "prompt")
+    return f"<table id='tokens'><thead><tr>{titles}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _cell(content: str, kind: str = "") -> str:
+    return f"<td class='{kind}'>{content}</td>" if kind else f"<td>{content}</td>"
+
+
+def _digits(result: IGLensResult) -> int:
+    return 6 if result.info.quantity == "prob" else 4
+
+
+def _number(result: IGLensResult, value: Any, *, signed: bool = False) -> str:
+    from .plotting._style import number
+
+    return number(float(value), f"{'+' if signed else ''}.{_digits(result)}f")
+
+
+def _about(result: IGLensResult) -> str:
+    known = asdict(result.info)
+    rows = [(name.replace("_", " "), value if not isinstance(value, tuple) else "; ".join(value)) for name, value in known.items()]
+    body = "".join(f"<dt>{html.escape(name)}</dt><dd>{_text(str(value))}</dd>" for name, value in rows if value not in ("", ()))
+    return f"<dl>{body}</dl>"
+
+
+def _data(
+    result: IGLensResult, rows: list[int], cells: list[tuple[int, int]], onset: Any, rule: str, fraction: float
+) -> dict[str, Any]:
+    """What the page's script needs; credits as the bytes of the result's own numbers, token by token."""
+    from .plotting._labels import visible
+    from .plotting._style import UNITS, array, palette
+
+    chosen = torch.tensor(cells)
+    credits = array(result.attribution[:, chosen[:, 0], chosen[:, 1]].T)  # [cell, segment]
+    facts = []
+    row_of = {b: i for i, b in enumerate(rows)}
+    for b, p in cells:
+        place = int(result.positions[b, p])
+        facts.append(
+            {
+                "row": row_of[b],
+                "place": place,
+                "token": visible(result.token_strings[b][place]),
+                "target": visible(result.target_strings[b][p]),
+                "start": _float(result.levels[0, b, p]),
+                "end": _float(result.levels[-1, b, p]),
+                "model": _float(result.model_level[b, p]),
+                "onset": int(onset.index[b, p]),
+            }
+        )
+    colours = {name: palette(template) for name, template in (("light", "plotly_white"), ("dark", "plotly_dark"))}
+    return {
+        "labels": [visible(label) for label in result.labels],
+        "start": visible(result.point_labels[0]),
+        "end": visible(result.point_labels[-1]),
+        "unit": UNITS[result.info.quantity],
+        "digits": _digits(result),
+        "muted": "#8a94a1",
+        "bits": 8 * credits.itemsize,
+        "credits": base64.b64encode(np.ascontiguousarray(credits).astype(credits.dtype.newbyteorder("<")).tobytes()).decode(),
+        "cells": facts,
+        "figures": [_figure(result, b, [c for c in cells if c[0] == b], cells, rule, fraction) for b in rows],
+        "palettes": {n: {k: getattr(c, k) for k in ("gain", "loss", "paper", "ink", "scale")} for n, c in colours.items()},
+    }
+
+
+def _figure(
+    result: IGLensResult, b: int, own: list[tuple[int, int]], cells: list[tuple[int, int]], rule: str, fraction: float
+) -> dict[str, Any]:
+    """The heatmap of one prompt without its numbers, which the page takes from the credits."""
+    from .plotting._cells import columns
+    from .plotting.heatmap import draw
+
+    shown = columns(result, b, len(own))
+    figure = draw(result, shown, onset_rule=rule, fraction=fraction, template="none", title="")
+    known = json.loads(figure.to_json())
+    for trace in known["data"]:
+        for name in ("z", "customdata", "hovertext", "text") if trace["type"] == "heatmap" else ("customdata",):
+            trace.pop(name, None)
+    grid, over, across = known["data"][0], known["data"][2], known["data"][3]
+    form = f"+.{_digits(result)}f"
+    grid["hovertemplate"] = f"<b>%{{x}}</b><br>segment %{{y}}<br>credit %{{z:{form}}}<extra></extra>"
+    grid.pop("texttemplate", None)
+    over["hovertemplate"] = f"<b>%{{x}}</b><br>Σ over segments %{{y:{form}}}<extra></extra>"
+    across["hovertemplate"] = f"<b>%{{y}}</b><br>Σ over tokens %{{x:{form}}}<extra></extra>"
+    layout = known["layout"]
+    for name in ("title", "template", "width"):
+        layout.pop(name, None)
+    layout["height"] -= layout["margin"]["t"] - 75
+    layout["margin"]["t"] = 75
+    return {"data": known["data"], "layout": layout, "first": cells.index(own[0]), "count": len(own), "row": b}
+
+
+def _shade(share: float) -> tuple[str, str]:
+    """Background and text colour for a depth between 0 (early, pale) and 1 (late, dark)."""
+    mixed = [round(early + (late - early) * share) for early, late in zip(_EARLY, _LATE, strict=True)]
+    bright = float(np.dot(mixed, (0.299, 0.587, 0.114)))
+    return f"rgb({', '.join(map(str, mixed))})", "#111111" if bright > 140 else "#ffffff"
+
+
+def _float(value: Any) -> float | None:
+    number = float(value)
+    return number if np.isfinite(number) else None
+
+
+def _json(value: Any) -> str:
+    """JSON that cannot end the script element it stands in."""
+    text = json.dumps(value, allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
