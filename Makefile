@@ -26,6 +26,9 @@ test-all: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks
 
+pictures: $(READY)
+	$(BIN)/python docs/make_pictures.py
+
 lint: $(READY)
 	$(BIN)/ruff check tl_iglens tests benchmarks
 	$(BIN)/mypy

@@ -1,24 +1,43 @@
 """The command iglens: its table, its JSON and its refusals."""
 
+import functools
+import importlib.util
 import io
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from importlib.metadata import version
 
 import pytest
 import torch
-from fixtures import hf_model, needs_bridge, shared_bridge, tokenizer
+from fixtures import hf_model, hooked, needs_bridge, shared_bridge, tokenizer
 
 from tl_iglens import IGLensResult, cli, ig_lens
 from tl_iglens.demo import demo_model_path, load_demo_model
 from tl_iglens.generation import explain_generation
 
 NUMBER = re.compile(r"[+-]\d\.\d{4}")
+# "What is the capital of Vietnam?" through the chat template of SmolLM2-135M-Instruct.
+PROMPT_IDS = [
+    *(1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712),
+    *(8182, 2, 198, 1, 4093, 198, 1780, 314, 260, 3575, 282, 10223, 47, 2, 198, 1, 520, 9531, 198),
+]
+
+
+@functools.cache
+def demo():
+    """The embedded model, loaded once for this file."""
+    return load_demo_model()
+
+
+@functools.cache
+def small():
+    """A small random model with a tokenizer: a bridge where there is one."""
+    if importlib.util.find_spec("transformer_lens.model_bridge"):
+        return shared_bridge("llama")
+    return hooked(tokenizer=tokenizer(), d_vocab=291, n_ctx=64)
 
 
 @pytest.fixture
@@ -26,8 +45,10 @@ def iglens(monkeypatch, capsys):
     """Run the command in this process: exit status, standard output, standard error."""
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setattr("tl_iglens.demo.load_demo_model", lambda progress: demo())
 
     def run(*words, stdin=""):
+        capsys.readouterr()
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         with pytest.raises(SystemExit) as ended:
             cli.main(words)
@@ -40,7 +61,7 @@ def iglens(monkeypatch, capsys):
 @pytest.fixture
 def tiny(monkeypatch):
     """A small random model in place of the one that --model names."""
-    model = shared_bridge("llama")
+    model = small()
     monkeypatch.setattr(cli, "load_model", lambda name, progress: model)
     return model
 
@@ -48,7 +69,7 @@ def tiny(monkeypatch):
 def receipts(output):
     """The tables: per token {row label: cells}, every cell split from its level."""
     found = []
-    for block in output.split("\n\n"):
+    for block in re.sub(r"\n +\n", "\n", output).split("\n\n"):  # a line of blanks precedes the totals
         lines = block.splitlines()
         if not lines or not lines[0].startswith("token "):
             continue
@@ -71,8 +92,7 @@ def test_every_receipt_adds_up_at_every_width(iglens, tiny, monkeypatch, width):
     assert (status, err) == (0, "")
     assert "\x1b" not in out
     result = explain_generation(tiny, "The cat", max_new_tokens=9, incl_mid=True)
-    columns = receipts(out.replace("\n\nΣ", "\nΣ"))
-    columns = receipts(re.sub(r"\n +\n", "\n", out))
+    columns = receipts(out)
     assert len(columns) == 9
     for p, column in enumerate(columns):
         for label in result.labels:
@@ -89,7 +109,7 @@ def test_segments_without_mass_are_gathered_and_named(iglens):
     words = ("The capital of France is", "--target", " Paris")
     status, out, err = iglens(*words)
     assert (status, err) == (0, "")
-    (column,) = receipts(re.sub(r"\n +\n", "\n", out))
+    (column,) = receipts(out)
     assert column["token"] == "·Paris"
     rows = [label for label in column if label.endswith("_block")]
     assert rows == ["28_block", "29_block"]
@@ -98,9 +118,7 @@ def test_segments_without_mass_are_gathered_and_named(iglens):
     assert column["Σ"] == column["Δp"] == "+0.7725"
     assert column["p of the model"] == "0.7725"
     assert column["onset"] == "29_block"
-    largest = (
-        ig_lens(load_demo_model(), words[0], targets=" Paris", prepend_bos=False).attribution[:28].abs().max()
-    )
+    largest = ig_lens(demo(), words[0], targets=" Paris", prepend_bos=False).attribution[:28].abs().max()
     assert f"other: 28 of 30 segments (0_block … 27_block), none beyond ±{largest:.4f}\n" in out
     assert "\nfed, 5 tokens: The capital of France is\nids: 504 3575 282 4649 314\n" in out
 
@@ -113,15 +131,13 @@ def test_markup_and_control_characters_in_tokens_are_shown_literally(iglens, tin
     status, out, _ = iglens("[red]The[/red] cat", "--model", "tiny")
     assert status == 0
     assert out.startswith("prompt: [red]The[/red] cat\n")
-    assert [c["token"] for c in receipts(re.sub(r"\n +\n", "\n", out))] == ["[bold]", "[/]x", r"\x1b[31m"]
+    assert [c["token"] for c in receipts(out)] == ["[bold]", "[/]x", r"\x1b[31m"]
     assert "\x1b" not in out
 
 
 def test_the_onset_rule_and_the_path_are_those_asked_for(iglens, tiny):
     words = ("The cat", "--model", "tiny", "--max-new-tokens", "3", "--layers", "0,2", "--baseline", "zero")
-    status, out, _ = iglens(
-        *words, "--onset", "largest", "--estimator", "midpoint", "--n-steps", "4", "--json"
-    )
+    _, out, _ = iglens(*words, "--onset", "largest", "--estimator", "midpoint", "--n-steps", "4", "--json")
     answer = json.loads(out)
     result = explain_generation(
         tiny, "The cat", max_new_tokens=3, layers=[0, 2], baseline="zero", estimator="midpoint", n_steps=4
@@ -149,7 +165,7 @@ def test_json_is_one_object_whose_columns_add_up(iglens):
     assert answer["fed"].endswith(
         "<|im_start|>user\nWhat is the capital of Vietnam?<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert answer["ids"] == load_demo_model().tokenizer(answer["fed"])["input_ids"] + [504, 3575, 282, 10223]
+    assert answer["ids"] == [*PROMPT_IDS, 504, 3575, 282, 10223]
     assert answer["prompt_length"] == 37
     assert len(answer["segments"]) == len(answer["boundaries"]) == len(answer["points"]) - 1 == 30
     for column in answer["columns"]:
@@ -165,8 +181,8 @@ def test_chat_raw_bos_and_target_decide_what_is_fed(iglens):
         answer = json.loads(out)
         return answer["ids"][: answer["prompt_length"]], answer
 
-    model = load_demo_model()
-    plain = model.tokenizer("Hi")["input_ids"]
+    model = demo()
+    plain = model.tokenizer("Hi", add_special_tokens=False)["input_ids"]
     chat = model.tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], add_generation_prompt=True, return_dict=False
     )
@@ -331,8 +347,8 @@ def test_bad_input_is_one_line_before_any_model_is_loaded(iglens, monkeypatch, w
         ),
         (
             ("--chat",),
-            'chat must be "auto" or False where there is no chat template, got True for {tokenizer} that has none; '
-            "use chat=False, or set tokenizer.chat_template",
+            'chat must be "auto" or False where there is no chat template, got True for {tokenizer} that has '
+            "none; use chat=False, or set tokenizer.chat_template",
         ),
     ],
 )
@@ -358,8 +374,8 @@ def test_folders_without_a_model_and_unreachable_names_are_one_line(iglens, tmp_
     assert iglens("Hi", "--model", "no/such") == (
         2,
         "",
-        "iglens: model must be a Hugging Face name or a local folder that TransformerLens can load, got 'no/such'; "
-        "check spelling and connection (We couldn't connect.)\n",
+        "iglens: model must be a Hugging Face name or a local folder that TransformerLens can load, "
+        "got 'no/such'; check spelling and connection (We couldn't connect.)\n",
     )
 
 
@@ -383,7 +399,7 @@ def test_an_interrupt_is_130_and_a_fault_of_ours_is_no_bad_input(iglens, monkeyp
         raise KeyError("fault")
 
     monkeypatch.setattr(cli, "load_model", faulty)
-    with pytest.raises(KeyError, match="^'fault'$"):
+    with pytest.raises(KeyError, match=r"^'fault'$"):
         cli.main(["Hi"])
 
 
@@ -397,33 +413,26 @@ def test_a_first_word_with_a_command_of_its_own_goes_there(iglens, monkeypatch):
 # --- as a program --------------------------------------------------------------------------------
 
 
-def program(*words, **options):
-    command = [sys.executable, "-m", "tl_iglens", *words]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
-    return subprocess.Popen(command, **pipes, **options)
+def test_help_and_version(iglens):
+    status, out, err = iglens("--version")
+    assert (status, err) == (0, "")
+    assert out.startswith(f"iglens {version('tl-iglens')} (transformer-lens {version('transformer-lens')}, ")
+    status, out, err = iglens("--help")
+    assert (status, err) == (0, "")
+    for option in (
+        *("--model", "--chat", "--raw", "--max-new-tokens", "--layers", "--mid", "--baseline", "--estimator"),
+        *("--n-steps", "--onset", "--target", "--save", "--json", "--version", "PROMPT"),
+    ):
+        assert option in out
 
 
-def test_help_and_version_of_the_program():
-    shown = program("--version").communicate()[0]
-    assert shown.startswith(
-        f"iglens {version('tl-iglens')} (transformer-lens {version('transformer-lens')}, "
-    )
-    text = program("--help", env={**os.environ, "COLUMNS": "200"}).communicate()[0]
-    for option in ("--model", "--chat", "--raw", "--layers", "--mid", "--baseline", "--estimator", "--n-steps",
-                   "--onset", "--target", "--save", "--json", "--max-new-tokens", "PROMPT"):  # fmt: skip
-        assert option in text
-
-
-def test_the_program_is_silent_beside_its_output_and_obeys_an_interrupt():
+def test_the_program_prints_its_table_to_a_pipe_and_nothing_else():
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR")}
-    run = program("The capital of France is", "--raw", "--max-new-tokens", "1", env=environment)
-    out, err = run.communicate()
-    assert (run.returncode, err) == (0, "")
-    assert "\x1b" not in out
-    assert out.splitlines()[:2] == ["prompt: The capital of France is", "answer:  Paris"]
-    assert max(map(len, out.splitlines())) <= 120
-    long = program("Tell me a long story", "--max-new-tokens", "2000", "--json")
-    time.sleep(6)
-    long.send_signal(signal.SIGINT)
-    out, err = long.communicate()
-    assert (long.returncode, out) == (130, "")
+    words = ("The capital of France is", "--raw", "--max-new-tokens", "1")
+    run = subprocess.run(
+        [sys.executable, "-m", "tl_iglens", *words], capture_output=True, text=True, env=environment
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "\x1b" not in run.stdout
+    assert run.stdout.splitlines()[:2] == ["prompt: The capital of France is", "answer:  Paris"]
+    assert 100 < max(map(len, run.stdout.splitlines())) <= 120

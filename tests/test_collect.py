@@ -297,7 +297,7 @@ def test_a_hook_that_never_fires_is_named():
         finally:
             point._forward_hooks = hooks
 
-    block.forward = around
+    vars(block)["forward"] = around  # a bridge hands attributes on to what it wraps
     with no_trace(model), pytest.raises(RuntimeError) as error:
         ig_lens(model, IDS)
     assert type(error.value) is RuntimeError and str(error.value) == (

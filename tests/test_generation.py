@@ -1,10 +1,12 @@
 """explain_generation: greedy answers, chat templates, stops, and columns that equal ig_lens."""
 
+import functools
+import importlib.util
 import re
 
 import pytest
 import torch
-from fixtures import bridge, hooked, no_trace, shared_bridge, tokenizer
+from fixtures import bridge, hooked, needs_bridge, no_trace, shared_bridge, tokenizer
 
 from tl_iglens import ig_lens
 from tl_iglens.demo import load_demo_model
@@ -31,6 +33,14 @@ def chat_tokenizer():
     built = tokenizer()
     built.chat_template = TEMPLATE
     return built
+
+
+@functools.cache
+def small():
+    """A small random model with a tokenizer: a bridge where there is one."""
+    if importlib.util.find_spec("transformer_lens.model_bridge"):
+        return shared_bridge("llama")
+    return hooked(tokenizer=tokenizer(), d_vocab=291, n_ctx=64)
 
 
 def greedy(model, ids, n):
@@ -126,7 +136,9 @@ def test_text_is_fed_raw_as_ig_lens_does(model):
 
 @pytest.fixture
 def chatty():
-    return bridge("llama", tokenizer=chat_tokenizer())
+    if importlib.util.find_spec("transformer_lens.model_bridge"):
+        return bridge("llama", tokenizer=chat_tokenizer())
+    return hooked(tokenizer=chat_tokenizer(), d_vocab=291, n_ctx=64)
 
 
 def test_a_text_goes_through_the_chat_template_with_one_bos(chatty):
@@ -153,6 +165,7 @@ def test_a_text_goes_through_the_chat_template_with_one_bos(chatty):
 
 def test_end_tokens_come_from_tokenizer_generation_config_and_template(chatty):
     assert end_ids(chatty) == {1, 2}  # </s>, and <pad>, with which the template ends a turn
+    needs_bridge()  # a HookedTransformer has no generation config
     chatty.original_model.generation_config.eos_token_id = [1, 77]
     assert end_ids(chatty) == {1, 2, 77}
     chatty.tokenizer.chat_template = "{{ raise_exception('no') }}"
@@ -171,15 +184,15 @@ def test_the_models_own_end_token_ends_the_answer_and_is_no_column():
 
 
 def test_extra_stops_end_the_answer_before_their_first_token():
-    model = shared_bridge("llama")
+    model = small()
     answer = greedy(model, IDS, 8)[len(IDS) :]
-    assert answer[2] not in answer[:2]
-    for stop in (answer[2], [answer[2]], [answer[2], "never"]):
-        assert explain_generation(model, IDS, stop=stop).targets[0].tolist() == answer[:2]
+    n = next(i for i in range(1, 8) if answer[i] not in answer[:i])
+    for stop in (answer[n], [answer[n]], [answer[n], "never"]):
+        assert explain_generation(model, IDS, stop=stop).targets[0].tolist() == answer[:n]
 
 
 def test_a_stop_text_may_span_tokens(monkeypatch):
-    model = shared_bridge("llama")
+    model = small()
     said = model.tokenizer("The cat sat on the cat", add_special_tokens=False)["input_ids"]
     monkeypatch.setattr("tl_iglens.generation.greedy_tokens", lambda *a: iter(said))
     pieces = [model.tokenizer.decode([i]) for i in said]
@@ -219,27 +232,29 @@ USER = [{"role": "user", "content": "on"}]
             "The cat",
             {"chat": True},
             ValueError,
-            'chat must be "auto" or False where there is no chat template, got True for {tokenizer} that has none; '
-            "use chat=False, or set tokenizer.chat_template",
+            'chat must be "auto" or False where there is no chat template, got True for {tokenizer} that has '
+            "none; use chat=False, or set tokenizer.chat_template",
         ),
         (
             USER,
             {},
             ValueError,
-            "prompt must be a text where there is no chat template, got messages for {tokenizer} that has none; "
-            "give a text, or set tokenizer.chat_template",
+            "prompt must be a text where there is no chat template, got messages for {tokenizer} that has "
+            "none; give a text, or set tokenizer.chat_template",
         ),
         (
             USER,
             {"chat": False},
             ValueError,
-            'chat must be "auto" or True for a list of messages, got False; give the prompt as text to feed it raw',
+            'chat must be "auto" or True for a list of messages, got False; '
+            "give the prompt as text to feed it raw",
         ),
         (
             IDS,
             {"chat": True},
             ValueError,
-            'chat must be "auto" or False for token ids, got True; ids are fed as they are; give a text to render it',
+            'chat must be "auto" or False for token ids, got True; '
+            "ids are fed as they are; give a text to render it",
         ),
         (
             "The cat",
@@ -301,7 +316,7 @@ USER = [{"role": "user", "content": "on"}]
     ],
 )
 def test_bad_input_is_refused_before_the_first_forward(prompt, options, error, message, monkeypatch):
-    model = shared_bridge("llama")
+    model = small()
     monkeypatch.setattr("tl_iglens.generation.run", lambda *a: pytest.fail("a forward pass ran"))
     message = message.format(tokenizer=type(model.tokenizer).__name__)
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
@@ -312,7 +327,8 @@ def test_an_empty_answer_and_a_bos_beside_the_template_are_named_errors(chatty):
     first = greedy(chatty, IDS, 1)[-1]
     name = ig_lens(chatty, IDS, targets=first).target_strings[0][0]
     message = (
-        f"prompt must be one that the model answers with a token at least, got an answer ended by {name} at once; "
+        "prompt must be one that the model answers with a token at least, "
+        f"got an answer ended by {name} at once; "
         "rephrase it, or ask ig_lens about one position"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

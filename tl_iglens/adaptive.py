@@ -54,7 +54,8 @@ class Steps:
         second = replace(
             self, start=self.start + _SPLIT * self.width, width=(1 - _SPLIT) * self.width, before=middle
         )
-        return Steps(*(torch.cat([getattr(h, n) for h in (first, second)]) for n in self.__dataclass_fields__))
+        pairs = ((getattr(first, name), getattr(second, name)) for name in self.__dataclass_fields__)
+        return Steps(*(torch.cat(pair) for pair in pairs))
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,9 @@ def step_gradients(
         allowed = tolerance[steps.cell]
         bad = (miss > allowed + noise) | (outside > torch.maximum(movement, allowed))
         split = _affordable(bad & (steps.width > _NARROWEST), miss, 2 * n, steps.cell, spent, max_rows)
-        done, change = ~split, steps.after - steps.before
-        yield StepGradients(steps.segment[done], steps.cell[done], gradient[done], change[done], spent.clone())
+        done = steps.at(~split)
+        change = done.after - done.before
+        yield StepGradients(done.segment, done.cell, gradient[~split], change, spent.clone())
         steps = steps.at(split).halves(middle[split])
 
 
@@ -142,7 +144,7 @@ def _values(f: RowValue, states: Tensor, steps: Steps, fraction: float) -> Float
 def _integrate(
     value_and_grad: RowGradient, states: Tensor, steps: Steps, n: Int[Tensor, "step"], middle: Tensor
 ) -> tuple[Float[Tensor, "step d_model"], Float[Tensor, "step"]]:
-    """∫ ∇f dα over every step by its own Gauss–Legendre rule, and how far f leaves the values known before."""
+    """∫ ∇f dα over every step by its own Gauss–Legendre rule, and how far f leaves the known values."""
     device, sizes = states.device, sorted(set(n.tolist()))
     nodes = torch.zeros(max(sizes) + 1, max(sizes), dtype=torch.float64, device=device)
     weights = torch.zeros_like(nodes)
@@ -169,10 +171,12 @@ def _integrate(
     return total, outside
 
 
-def _miss(states: Tensor, steps: Steps, gradient: Tensor) -> tuple[Float[Tensor, "step"], Float[Tensor, "step"]]:
+def _miss(
+    states: Tensor, steps: Steps, gradient: Tensor
+) -> tuple[Float[Tensor, "step"], Float[Tensor, "step"]]:
     """|Δf − ⟨∫ ∇f dα, b − a⟩| of every step, and how much of it may be rounding."""
-    displacement = (states[steps.segment + 1, steps.cell] - states[steps.segment, steps.cell]).to(gradient.dtype)
-    terms = gradient * displacement
+    displacement = states[steps.segment + 1, steps.cell] - states[steps.segment, steps.cell]
+    terms = gradient * displacement.to(gradient.dtype)
     miss = (steps.after - steps.before - terms.sum(-1).to(steps.after.dtype)).abs()
     noise = 2 * torch.finfo(states.dtype).eps * terms.abs().sum(-1).to(miss.dtype)
     return miss, noise

@@ -367,7 +367,7 @@ class _Report:
         used = first = max(map(len, ("p of the model", *self.result.labels)))
         page: list[int] = []
         for p, token in enumerate(self.result.target_strings[0]):
-            needed = _GAP + max(len(_BLANK + _level(0)), cell_len(_token(token)), len(onset[p]))
+            needed = _GAP + max(len(_BLANK + _level(0.0)), cell_len(_token(token)), len(onset[p]))
             if page and used + needed > width:
                 yield page
                 page, used = [], first

@@ -125,7 +125,7 @@ class ResidualStates:
             if tuple(acts[point].shape) != want:
                 todo = "pass the tokens of the cached run, cached without pos_slice"
                 fail("cache", f"of shape {want} at {found}, as tokens say", tuple(acts[point].shape), todo)
-        reader = _Reader(prompts, select_positions(prompts, pos_slice), prompts)
+        reader = _Reader(tuple(names), prompts, select_positions(prompts, pos_slice), prompts)
         for point in names:
             reader.keep(point, acts[point])
         if logits is not None:
@@ -227,8 +227,8 @@ def _forward(
     part = Prompts(prompts.ids[rows], prompts.mask[rows])
     packed, moved = part.right_padded()
     places = torch.where(positions[rows] >= 0, positions[rows] - moved[:, None], NO_POSITION)
-    reader = _Reader(packed, places, part, positions[rows])
     names = hook_names(model, incl_mid)
+    reader = _Reader(tuple(names), packed, places, part, positions[rows])
 
     def keep(point: Point) -> Any:
         return lambda act, hook: reader.keep(point, act)
@@ -281,12 +281,17 @@ class _Reader:
     """What the reading hooks of one forward leave behind."""
 
     def __init__(
-        self, packed: Prompts, places: Tensor, prompts: Prompts, positions: Tensor | None = None
+        self,
+        points: tuple[Point, ...],
+        packed: Prompts,
+        places: Tensor,
+        prompts: Prompts,
+        positions: Tensor | None = None,
     ):
-        self.packed, self.prompts = packed, prompts
+        self.points, self.packed, self.prompts = points, packed, prompts
         self.places = places.clamp_min(0)
         self.positions = places if positions is None else positions
-        self.acts: dict[Point, tuple[Tensor, Tensor, Tensor]] = {}
+        self.kept: set[Point] = set()
         self.extra: dict[str, Tensor] = {}
         self.logits: Tensor | None = None
         self.logits_at: Tensor | None = None  # the columns of positions that logits has, None for all
@@ -303,10 +308,16 @@ class _Reader:
             fail("model", f"one whose stream at {point} is [batch, pos, d_model]", got, "its blocks are not supported")
         act = act.detach()
         mask = self.packed.mask.to(act.device)
+        if not self.kept:  # one allocation for all points, not a stack of copies at the end
+            rows, d_model = len(act), act.shape[-1]
+            self.resid = act.new_empty(len(self.points), *self.places.shape, d_model)
+            self.mean, self.first = (act.new_empty(len(self.points), rows, d_model) for _ in range(2))
+        i = self.points.index(point)
         weight = mask.to(compute_dtype(act.dtype)) / mask.sum(1, keepdim=True)
-        mean = torch.einsum("bp,bpd->bd", weight, act.to(weight.dtype).masked_fill(~mask[..., None], 0))
-        first = mask.long().argmax(1)
-        self.acts[point] = (self.take(act), mean.to(act.dtype), act[torch.arange(len(act)), first].clone())
+        self.resid[i] = self.take(act)
+        self.mean[i] = torch.einsum("bp,bpd->bd", weight, act.to(weight.dtype).masked_fill(~mask[..., None], 0))
+        self.first[i] = act[torch.arange(len(act)), mask.long().argmax(1)]
+        self.kept.add(point)
 
     def keep_extra(self, name: str, act: Tensor) -> None:
         """A copy of another activation at the asked positions; its second axis is the position.
@@ -319,22 +330,20 @@ class _Reader:
 
     def check_fired(self, names: Mapping[Point, str], extra: Sequence[str]) -> None:
         """RuntimeError that names the first hook that stayed silent: an old state must never stand in for it."""
-        missing = [name for point, name in names.items() if point not in self.acts]
+        missing = [name for point, name in names.items() if point not in self.kept]
         missing += [name for name in extra if name not in self.extra]
         if missing:
             todo = "see model.hook_dict for the names it has"
             fail("model", f"one whose hook {missing[0]} fires", "a forward in which it did not", todo, RuntimeError)
 
     def states(self, model: Any, readout: Readout) -> ResidualStates:
-        points = tuple(self.acts)
-        device = readout.device
-        resid, mean, first = (torch.stack([a[i].to(device) for a in self.acts.values()]) for i in range(3))
+        resid, mean, first = (x.to(readout.device) for x in (self.resid, self.mean, self.first))
         n_layers = int(model.cfg.n_layers)
-        _check_finite(resid, self.positions, points, n_layers)
+        _check_finite(resid, self.positions, self.points, n_layers)
         output = _model_output(readout, resid[-1], self.positions, self.logits, self.logits_at)
-        extra = {name: act.to(device) for name, act in self.extra.items()}
+        extra = {name: act.to(readout.device) for name, act in self.extra.items()}
         return ResidualStates(
-            resid, points, mean, first, self.prompts, self.positions, output, n_layers, extra
+            resid, self.points, mean, first, self.prompts, self.positions, output, n_layers, extra
         )
 
 

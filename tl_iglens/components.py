@@ -5,10 +5,10 @@ the integrated gradient of f along it splits exactly:
 
     credit_c = ∫₀¹ ∇f(a + α (b − a))·δ_c dα,      Σ_c credit_c = f(b) − f(a).
 
-It is the Aumann–Shapley value of the components in the segment, and of direct logit attribution what IG-Lens is
-of the logit lens (arXiv 2606.29693, section 3). The integral is a quadrature; what it misses of the change of f
-that was observed, step by step (after IDGI, Yang et al. 2023), is shared out in proportion to |∇f·δ_c| and
-reported as ``quadrature_error``.
+It is the Aumann–Shapley value of the components in the segment, and to direct logit attribution what IG-Lens
+is to the logit lens (arXiv 2606.29693, section 3). The integral is a quadrature; what it misses of the change
+of f that was observed, step by step (after IDGI, Yang et al. 2023), is shared out in proportion to |∇f·δ_c|
+and reported as ``quadrature_error``.
 """
 
 import re
@@ -18,50 +18,34 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from ._checks import check_choice, check_model, check_positive, fail, unwrap
-from ._types import QUANTITIES, Hooks, compute_dtype
+from ._types import QUANTITIES, Hooks
 from .adaptive import FIRST_STEPS, StepGradients, step_gradients
-from .collect import ResidualStates, collect_prompts, micro_batches, model_level_logits
-from .lens import _check_baseline, _check_readout, _check_states, _path_states, _target_strings, read_path, run_info
+from .collect import ResidualStates, model_level_logits
+from .component_result import OTHER, ComponentResult, Credits, Rows, Table, largest, reduced
+from .lens import (
+    _check_baseline,
+    _check_readout,
+    _check_states,
+    _path_states,
+    _target_strings,
+    read_path,
+    run_info,
+)
 from .path import BASE_LABEL, Path, Point, resolve_path
 from .quantity import Objective
-from .readout import MIB, Readout
-from .result import IGLensResult
-from .tokens import Prompts, is_next, next_tokens, read_prompts, resolve_objective, select_positions, token_text
-from .writers import UNITS, Writer, Written, block_writers, component_hooks, parts_of
+from .readout import Readout
+from .result import RunInfo
+from .tokens import is_next, next_tokens, read_prompts, resolve_objective, select_positions, token_text
+from .windows import Window, WindowReader
+from .writers import UNITS, Writer, Written, block_writers, component_hooks
 
 PATHS = ("layers", "straight")
-OTHER = "other"
-_BUDGET = 64 * MIB  # component outputs and credits held at the same time
 _SHARES_AT_ONCE = 2**21  # components × steps whose shares exist at the same time
-
-
-@dataclass(frozen=True)
-class ComponentResult(IGLensResult):
-    """Signed credits of components, in units of ``info.quantity``: an ``IGLensResult`` whose rows are components.
-
-    Row c belongs to segment ``segment_of[c]`` of the path, and the rows of a segment sum to the change of f over
-    it; ``boundaries[c]`` is the boundary after the block the component is in.
-    """
-
-    segment_of: tuple[int, ...] = ()
-    quadrature_error: Float[Tensor, "path_segment batch pos"] | None = None  # Σ over steps of |what the integral missed|
-    n_rows: Int[Tensor, "batch pos"] | None = None  # gradients taken for each cell
-
-    @property
-    def segment_attribution(self) -> Float[Tensor, "path_segment batch pos"]:
-        """The credits summed by segment: those of ``ig_lens`` on the same path."""
-        total = self.attribution.new_zeros(len(self.levels) - 1, *self.attribution.shape[1:])
-        return total.index_add(0, torch.tensor(self.segment_of), self.attribution)
-
-    def _ends(self) -> tuple[Tensor, Tensor]:
-        """Levels at both ends of the segment every row belongs to."""
-        start = torch.tensor(self.segment_of)
-        return self.levels[start], self.levels[start + 1]
 
 
 @torch.no_grad()
@@ -75,7 +59,7 @@ def direct_probability_attribution(
     pos_slice: Any = -1,
     path: str = "layers",
     n_nodes: int = 8,
-    components: Mapping[str, Tensor] | None = None,
+    components: Any = None,
     top_k: int | None = None,
     layers: Any = None,
     baseline: Any = "embed",
@@ -93,34 +77,36 @@ def direct_probability_attribution(
 
     Two paths, two questions:
 
-    * ``"layers"`` goes through the states of every layer. The components of a block share that block's credit,
-      so the rows refine ``ig_lens``: what did the component change at the place where it wrote?
+    * ``"layers"`` goes through the state of every layer. The components of a block share that block's
+      credit, so the rows refine ``ig_lens``: what did a component change at the place where it wrote?
     * ``"straight"`` is one line from baseline to final state, along which all components grow together: the
-      probability counterpart of direct logit attribution. How much of Δp goes with the component's direction?
+      probability counterpart of direct logit attribution. How much of Δp goes with a component's direction?
 
-    They disagree where writing and reading out are apart: a head that wrote the answer's direction early, while f
-    was still flat, gets little on ``layers``, where whatever later lifts f collects it, and much on ``straight``.
+    They disagree where writing and reading out are apart: a head that wrote the answer's direction early,
+    while f was still flat, gets little on ``layers``, where whatever lifts f later collects it, and much on
+    ``straight``.
 
     Args:
         model, input, targets, incorrect_targets, pos_slice, layers, baseline, quantity, attention_mask,
             prepend_bos, states, batch_size, tile_bytes, head, progress, fwd_hooks: as for ``ig_lens``.
-        unit: ``"component"`` (``3_attn_out``, ``3_mlp_out``), ``"head"`` (``L3H7``, ``3_attn_bias``, ``3_mlp_out``) or
-            ``"neuron"`` (``3_attn_out``, ``L3N1234``, ``3_mlp_bias``). A baseline other than ``"embed"`` adds ``embed``,
-            ``pos_embed`` where the model has one, and ``base`` for the state that the baseline takes away.
+        unit: ``"component"`` (rows ``3_attn_out``, ``3_mlp_out``), ``"head"`` (``L3H7``, ``3_attn_bias``,
+            ``3_mlp_out``) or ``"neuron"`` (``3_attn_out``, ``L3N1234``, ``3_mlp_bias``). A baseline but
+            ``"embed"`` adds ``embed``, ``pos_embed`` where it is separate, and ``base``, the state that the
+            baseline takes away.
         path: ``"layers"`` or ``"straight"``.
-        n_nodes: gradients per step where f moves, fewer where it is flat; a cell takes at most ``n_nodes`` × blocks
-            in all (× 8 in a smaller model), spent where f moves. The sum is exact at any number.
+        n_nodes: gradients per step where f moves, fewer where it is flat. A cell takes at most ``n_nodes``
+            × blocks (at least 8) in all, most of them where f moves. The sum is exact at any number.
         components: directions of your own instead of ``unit``, each a tensor broadcastable to ``[batch, pos,
             d_model]`` as it is added to the stream, such as an autoencoder's activation × decoder row. On
-            ``"layers"`` a label begins with its block, ``L3F12`` or ``3_feature``, and the direction is part of that
-            segment. What they leave is the row ``3_other``, or ``other`` on ``"straight"``.
-        top_k: keep the components with the largest Σ |credit| over the analysed cells; the others become one row
-            ``3_other`` per block. Where the cells do not fit in memory at once, the path is read twice.
+            ``"layers"`` a label begins with its block, ``L3F12`` or ``3_feature``, and the direction is part
+            of that segment. What they leave is the row ``3_other``, or ``other`` on ``"straight"``.
+        top_k: keep the components with the largest Σ |credit| over the analysed cells; all others of a block
+            are one row ``3_other``. Where the cells do not fit in memory together, the path is read twice.
 
     Returns: a :class:`ComponentResult` with tensors ``[component, batch, pos]`` on the CPU.
 
-    Raises: what ``ig_lens`` raises; ValueError for a unit the model's blocks do not have, or whose outputs do not
-    add up to what the block wrote (relative 1e-4).
+    Raises: what ``ig_lens`` raises; ValueError for a unit the model's blocks do not have, or whose outputs do
+    not add up to what the block wrote (relative 1e-4).
     """
     check_choice("unit", unit, UNITS)
     check_choice("path", path, PATHS)
@@ -134,127 +120,26 @@ def direct_probability_attribution(
     route = resolve_path(int(model.cfg.n_layers), layers, from_embed=from_embed)
     _check_baseline(baseline, route)
     _warn_origin(baseline)
-    hooks = () if components is not None else component_hooks(model, unit) + _embed_hooks(model, baseline)
+    hooks = () if components is not None else component_hooks(model, unit) + _embed_hooks(model, from_embed)
     readout = Readout(model, tile_bytes, head)
     if states is not None:
         _check_states(states, input, attention_mask, fwd_hooks, route)
         prompts = states.prompts
-        one = pos_slice == -1 and states.positions.shape[1] == 1
-        positions = states.positions if one else select_positions(prompts, pos_slice)
+        as_collected = pos_slice == -1 and states.positions.shape[1] == 1
+        positions = states.positions if as_collected else select_positions(prompts, pos_slice)
     else:
         prompts = read_prompts(model, input, attention_mask, prepend_bos)
         positions = select_positions(prompts, pos_slice)
-    ids = targets
     if is_next(targets):
-        positions, ids = next_tokens(prompts, positions)
+        positions, targets = next_tokens(prompts, positions)
     shape = (int(positions.shape[0]), int(positions.shape[1]))
-    placeholder = torch.zeros(shape, dtype=torch.long) if targets is None else ids
-    objective = resolve_objective(model, readout.d_vocab, placeholder, incorrect_targets, quantity, shape)
+    ids = torch.zeros(shape, dtype=torch.long) if targets is None else targets
+    objective = resolve_objective(model, readout.d_vocab, ids, incorrect_targets, quantity, shape)
     given = _directions(components, path, route, (*shape, readout.d_model))
-    ask = _Ask(model, readout, prompts, positions, objective, targets is None, unit, given, route, path, n_nodes)
-    reader = _Reader(model, prompts, positions, states, hooks, fwd_hooks, batch_size)
-    return ask.answer(reader, baseline, top_k, progress)
-
-
-# --- which cells are read at the same time ---------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Window:
-    """Some rows and columns of the analysed cells."""
-
-    rows: slice
-    columns: slice
-
-    def of(self, values: Tensor) -> Tensor:
-        """The window of a tensor [..., batch, pos]."""
-        return values[..., self.rows, self.columns]
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """States and component outputs of a window, from the states given or from a forward of its own."""
-
-    model: Any
-    prompts: Prompts
-    positions: Int[Tensor, "batch pos"]
-    states: ResidualStates | None
-    hooks: tuple[str, ...]
-    fwd_hooks: Hooks
-    batch_size: int | None
-
-    def windows(self, cell_bytes: int) -> Iterator[_Window]:
-        """Runs of rows, or of columns of one row, whose cells fit in the budget."""
-        width = int(self.positions.shape[1])
-        fits = max(1, _BUDGET // max(cell_bytes, 1))
-        for rows in micro_batches(self.prompts, self.batch_size):
-            n_rows = max(1, min(rows.stop - rows.start, fits // width))
-            for first in range(rows.start, rows.stop, n_rows):
-                part = slice(first, min(first + n_rows, rows.stop))
-                for column in range(0, width, min(width, fits)):
-                    yield _Window(part, slice(column, min(column + fits, width)))
-
-    def read(self, window: _Window) -> ResidualStates:
-        cells = window.of(self.positions)
-        if self.states is None:
-            return self._forward(window, cells, self.fwd_hooks)
-        states = self.states
-        if window.rows != slice(0, len(self.positions)):
-            states = _rows_of(states, window.rows)
-        states = states.at(cells)
-        missing = [name for name in self.hooks if name not in states.extra]
-        if missing:
-            states = replace(states, extra=self._forward(window, cells, ()).extra)
-        return states
-
-    def _forward(self, window: _Window, cells: Tensor, fwd_hooks: Hooks) -> ResidualStates:
-        part = Prompts(self.prompts.ids[window.rows], self.prompts.mask[window.rows])
-        return collect_prompts(self.model, part, cells, False, None, fwd_hooks, self.hooks)
-
-
-def _rows_of(states: ResidualStates, rows: slice) -> ResidualStates:
-    output = states.output
-    return replace(
-        states,
-        resid=states.resid[:, rows],
-        mean=states.mean[:, rows],
-        first=states.first[:, rows],
-        prompts=Prompts(states.prompts.ids[rows], states.prompts.mask[rows]),
-        positions=states.positions[rows],
-        output=replace(
-            output,
-            log_z=output.log_z[rows],
-            top=output.top[rows],
-            logits=None if output.logits is None else output.logits[rows],
-        ),
-        extra={name: act[rows] for name, act in states.extra.items()},
+    ask = _Ask(model, readout, objective, targets is None, unit, given, route, path, baseline, n_nodes)
+    return ask.answer(
+        WindowReader(model, prompts, positions, states, hooks, fwd_hooks, batch_size), top_k, progress
     )
-
-
-# --- the answer ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Labels, boundaries and segments of the rows of a result."""
-
-    labels: tuple[str, ...]
-    boundaries: tuple[int, ...]
-    segments: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Credits:
-    """What one window found; cells in one row."""
-
-    rows: _Rows
-    credit: Float[Tensor, "component cell"]
-    levels: Float[Tensor, "point cell"]
-    error: Float[Tensor, "segment cell"]
-    n_rows: Int[Tensor, "cell"]
-    objective: Objective  # [batch, pos]
-    model_level: Float[Tensor, "batch pos"]
-    states: ResidualStates
 
 
 @dataclass
@@ -263,342 +148,298 @@ class _Ask:
 
     model: Any
     readout: Readout
-    prompts: Prompts
-    positions: Int[Tensor, "batch pos"]
-    objective: Objective
+    objective: Objective  # [batch, pos]
     own_top: bool  # the target is the model's own top token
     unit: str
-    given: dict[str, Tensor] | None
-    route: Path  # through the layers, whichever path is asked
+    given: dict[str, Tensor] | None  # the caller's directions, each [batch, pos, d_model]
+    route: Path  # through the layers, whichever path is read
     path: str
+    baseline: Any
     n_nodes: int
 
     @property
     def line(self) -> Path:
-        """The path that is read: the route itself, or a straight line between its ends."""
-        if self.path == "layers":
-            return self.route
-        return resolve_path(self.route.n_layers, [self.route.n_layers], from_embed=self.route.points[0] is not None)
+        """The path that is read: the route itself, or the straight line between its ends."""
+        n_layers, from_embed = self.route.n_layers, self.route.points[0] is not None
+        return (
+            self.route if self.path == "layers" else resolve_path(n_layers, [n_layers], from_embed=from_embed)
+        )
 
-    def answer(self, reader: _Reader, baseline: Any, top_k: int | None, progress: bool) -> ComponentResult:
+    def answer(self, reader: WindowReader, top_k: int | None, progress: bool) -> ComponentResult:
         windows = list(reader.windows(self._cell_bytes()))
         kept = None
-        if top_k is not None and len(windows) > 1:  # which rows stay is known only after all cells are seen
-            size = sum(self._credits(reader, w, baseline).credit.abs().sum(1) for w in windows)
-            kept = _largest(torch.as_tensor(size), top_k)
-        table: _Table | None = None
+        if top_k is not None and len(windows) > 1:  # which rows stay is known only when all cells were seen
+            size = sum(self._credits(reader, window).credit.abs().sum(1) for window in windows)
+            kept = largest(torch.as_tensor(size), top_k)
+        table: Table | None = None
         for window in tqdm(windows, desc="components", unit="window", disable=not progress):
-            found = self._credits(reader, window, baseline)
+            found = self._credits(reader, window)
             if top_k is not None:
-                keep = _largest(found.credit.abs().sum(1), top_k) if kept is None else kept
-                found = _reduced(found, keep)
-            if table is None:
-                table = _Table.empty(found, self.positions, self.objective)
+                found = reduced(found, largest(found.credit.abs().sum(1), top_k) if kept is None else kept)
+            table = Table.empty(found, self.objective.ids) if table is None else table
             table.fill(window, found)
         assert table is not None
-        return self._result(table, baseline)
+        return self._result(table, reader)
 
     def _cell_bytes(self) -> int:
         """Component outputs and credits of one cell."""
-        cfg, blocks = self.model.cfg, len(self.model.blocks)
-        width = {"component": 0, "head": cfg.n_heads * cfg.d_head, "neuron": getattr(cfg, "d_mlp", None) or 0}[self.unit]
-        n_rows = {"component": 2, "head": cfg.n_heads + 3, "neuron": width + 3}[self.unit]
-        per_block = (2 * self.readout.d_model + width) * self.readout.dtype.itemsize + n_rows * 8
+        d_model, n_blocks = self.readout.d_model, len(self.model.blocks)
         if self.given is not None:
-            return (len(self.given) + 1) * self.readout.d_model * 8
-        return int(blocks * per_block)
+            return 8 * d_model * (len(self.given) + n_blocks)
+        cfg, width, n_rows = self.model.cfg, 0, 2
+        if self.unit == "head":
+            width, n_rows = int(cfg.n_heads * cfg.d_head), int(cfg.n_heads) + 2
+        elif self.unit == "neuron":
+            width = int(getattr(cfg, "d_mlp", None) or 4 * d_model)
+            n_rows = width + 2
+        return n_blocks * ((2 * d_model + width) * self.readout.dtype.itemsize + 8 * n_rows)
 
-    def _credits(self, reader: _Reader, window: _Window, baseline: Any) -> _Credits:
+    def _credits(self, reader: WindowReader, window: Window) -> Credits:
+        """Credits of the components of every segment, for the cells of one window."""
         states = reader.read(window)
         if states.output.bare_head:
             self.readout.use_bare_head()
-        objective = self._objective(states, window)
-        present = states.present
+        objective, present = self._objective(states, window), states.present
         flat = Objective(objective.quantity, objective.ids[present], objective.sign[present])
-        via = _path_states(states, self.route, baseline, window.rows)[:, present.to(states.resid.device)]
-        points = via if self.path == "layers" else via[[0, -1]]
-        levels = read_path(self.readout, points, flat).levels
-        model_level = objective.value(model_level_logits(self.readout, states, objective.ids), states.output.log_z)
+        via = _path_states(states, self.route, self._base(window), slice(None))
+        via = via[:, present.to(via.device)]  # [point, cell, d_model]
+        levels = read_path(self.readout, via, flat).levels  # the rows ig_lens reads, so both agree to the bit
+        points = via
+        if self.path == "straight":
+            points, levels = via[[0, -1]], levels[[0, -1]]
+        own = model_level_logits(self.readout, states, objective.ids)
+        model_level = objective.value(own, states.output.log_z)
         if self.readout.work_dtype == self.readout.dtype:  # a lifted head reports its gap instead
             _check_readout(levels[-1], model_level[present], objective.quantity, self.readout)
-        writers = [list(group) for group in self._writers(states, via, window)]
-        rows = _rows(writers, self.route.n_layers)
-        spread = _Spread([[w for _, w in group] for group in writers], points.diff(dim=0))
+        writers = [list(group) for group in self._writers(states, points, window)]
+        info = self._info(states)
+        del states, via  # the writers hold what is needed of them
+        spread = _Spread([[writer for _, writer in group] for group in writers], points.diff(dim=0))
         for steps in step_gradients(
-            lambda h, cell: self.readout.value(h, _cells_of(flat, cell)),
-            lambda h, cell: self.readout.value_and_grad(h, _cells_of(flat, cell)),
+            lambda h, cell: self.readout.value(h, _of_rows(flat, cell)),
+            lambda h, cell: self.readout.value_and_grad(h, _of_rows(flat, cell)),
             points,
             levels.to(points.device),
             n_nodes=self.n_nodes,
             max_rows=self.n_nodes * max(self.route.n_layers, 2 * FIRST_STEPS),
         ):
             spread.add(steps)
-        return _Credits(rows, spread.credit, levels, spread.error, spread.spent, objective, model_level, states)
+        found = (spread.credit, spread.error, spread.n_rows, levels, model_level[present])
+        return Credits(_rows(writers), *found, objective.ids, present, info)
 
-    def _objective(self, states: ResidualStates, window: _Window) -> Objective:
+    def _objective(self, states: ResidualStates, window: Window) -> Objective:
         ids = self.objective.ids[window.rows, window.columns].clone()
         if self.own_top:
             ids[..., 0] = states.output.top
         return Objective(self.objective.quantity, ids, self.objective.sign[window.rows, window.columns])
 
+    def _base(self, window: Window) -> Any:
+        """A baseline of states for the cells of a window; a name stays a name."""
+        base = self.baseline
+        if isinstance(base, str):
+            return base
+        if isinstance(base, ResidualStates):
+            base = base.resid[base.index(self.route.states[0])]
+        shape = (*self.objective.ids.shape[:2], self.readout.d_model)
+        return _broadcast("baseline", base, shape, "")[window.rows, window.columns]
+
     def _writers(
-        self, states: ResidualStates, via: Tensor, window: _Window
+        self, states: ResidualStates, points: Tensor, window: Window
     ) -> Iterator[Iterator[tuple[int, Writer]]]:
-        """The components of every segment of the line that is read, with the boundary after each."""
-        spans = list(zip(self.line.points, self.line.points[1:], strict=False))
-        for index, (start, end) in enumerate(spans):
+        """The components of every segment of the line, each with the boundary after it."""
+        ends = zip(self.line.points, self.line.points[1:], strict=False)
+        for segment, (start, end) in enumerate(ends):
             assert end is not None
             if self.given is not None:
-                delta = (via[index + 1] - via[index]) if self.path == "layers" else via[-1] - via[0]
-                yield self._given_writers(self.line.labels[index], end.block, delta, states, window)
+                delta = points[segment + 1] - points[segment]
+                yield self._given_writers(self.line.labels[segment], end.block, delta, states, window)
             else:
-                base = via[0] if start is None else None
-                yield self._block_writers(states, base, 0 if start is None else start.block, end.block)
+                base = points[0] if start is None else None
+                yield self._unit_writers(states, base, 0 if start is None else start.block, end.block)
 
-    def _block_writers(
+    def _unit_writers(
         self, states: ResidualStates, base: Tensor | None, first: int, last: int
     ) -> Iterator[tuple[int, Writer]]:
+        """The components of blocks ``first`` to ``last`` − 1, after the embedding if a baseline precedes."""
         present = states.present.to(states.resid.device)
-        resid = states.resid[:, present]
+        whole = bool(present.all())
+        extra = {n: act.flatten(0, 1) if whole else act[present] for n, act in states.extra.items()}
+        resid = [states.resid[states.index(Point(b))][present] for b in range(first, last + 1)]
         if base is not None:
-            embed = resid[states.index(Point(0))]
-            position = states.extra.get("hook_pos_embed")
-            yield 0, _embedding(embed, states.extra.get("hook_embed"), position, present)
+            yield 0, _embedding(resid[0], extra.get("hook_embed"), extra.get("hook_pos_embed"))
             if bool(base.any()):
                 yield 0, Written((BASE_LABEL,), -base[None])
         for b in range(first, last):
-            acts = {n: act[present.to(act.device)] for n, act in states.extra.items() if n.startswith(f"blocks.{b}.")}
-            before, after = resid[states.index(Point(b))], resid[states.index(Point(b + 1))]
-            for writer in block_writers(self.model, b, self.unit, acts, before, after):
+            before, after = resid[b - first], resid[b - first + 1]
+            for writer in block_writers(self.model, b, self.unit, extra, before, after):
                 yield b + 1, writer
 
     def _given_writers(
-        self, segment: str, boundary: int, delta: Tensor, states: ResidualStates, window: _Window
+        self, segment: str, boundary: int, delta: Tensor, states: ResidualStates, window: Window
     ) -> Iterator[tuple[int, Writer]]:
+        """The caller's directions in a segment and what they leave of it, or the segment itself."""
         assert self.given is not None
-        here = [label for label in self.given if self.path == "straight" or _segment_of(label, self.route) == segment]
+        straight = self.path == "straight"
+        here = [n for n in self.given if straight or _segment_of(n, self.route) == segment]
         if not here:
             yield boundary, Written((segment,), delta[None])
             return
-        written = torch.stack([self.given[n][window.rows, window.columns][states.present] for n in here]).to(delta)
-        rest = OTHER if self.path == "straight" else f"{segment.rpartition('_')[0]}_{OTHER}"
+        cells = [self.given[n][window.rows, window.columns][states.present] for n in here]
+        written = torch.stack(cells).to(delta)
+        rest = OTHER if straight else f"{segment.rpartition('_')[0]}_{OTHER}"
         yield boundary, Written((*here, rest), torch.cat([written, (delta - written.sum(0))[None]]))
 
-    def _result(self, table: "_Table", baseline: Any) -> ComponentResult:
-        tokenizer, prompts, line = getattr(self.model, "tokenizer", None), self.prompts, self.line
-        found = table.last
-        info = run_info(
-            self.model, found.states, line, "prediction_aware", self.n_nodes, baseline, self.objective.quantity
-        )
-        kind = "components" if self.given is not None else self.unit
-        error = torch.nan_to_num(table.error).sum(0).max().item()
-        notes = (
-            f"unit={kind}",
-            f"path={self.path}",
-            f"quadrature error of a cell at most {error:.1e}, shared out among its components",
-        )
-        info = replace(info, analysis="direct_probability_attribution", notes=(*info.notes, *notes))
+    def _info(self, states: ResidualStates) -> RunInfo:
+        quantity, line = self.objective.quantity, self.line
+        info = run_info(self.model, states, line, "prediction_aware", self.n_nodes, self.baseline, quantity)
+        kind = self.unit if self.given is None else "components"
+        notes = (*info.notes, f"unit={kind}", f"path={self.path}")
+        return replace(info, analysis="direct_probability_attribution", notes=notes)
+
+    def _result(self, table: Table, reader: WindowReader) -> ComponentResult:
+        tokenizer, prompts = getattr(self.model, "tokenizer", None), reader.prompts
         objective = Objective(self.objective.quantity, table.ids, self.objective.sign)
         return ComponentResult(
             attribution=table.credit,
             levels=table.levels,
-            labels=found.rows.labels,
-            point_labels=line.point_labels,
-            boundaries=found.rows.boundaries,
+            labels=table.rows.labels,
+            point_labels=self.line.point_labels,
+            boundaries=table.rows.boundaries,
             targets=table.ids[..., 0],
             target_strings=_target_strings(tokenizer, objective),
             tokens=prompts.ids,
             token_strings=tuple(tuple(token_text(tokenizer, i) for i in row) for row in prompts.ids.tolist()),
             attention_mask=prompts.mask,
-            positions=self.positions,
+            positions=reader.positions,
             model_level=table.model_level,
-            info=info,
-            segment_of=found.rows.segments,
+            info=table.info,
+            segment_of=table.rows.segments,
             quadrature_error=table.error,
             n_rows=table.n_rows,
         )
 
 
 class _Spread:
-    """Credits of the components, from gradients of steps as they come."""
+    """Credits of the components, from the gradients of steps as they come."""
 
     def __init__(self, writers: list[list[Writer]], displacement: Float[Tensor, "segment cell d_model"]):
         self.writers, self.displacement = writers, displacement
         n_cells, device = displacement.shape[1], displacement.device
-        self.sizes = [sum(len(w.labels) for w in group) for group in writers]
+        self.sizes = [sum(len(writer.labels) for writer in group) for group in writers]
         self.credit = torch.zeros(sum(self.sizes), n_cells, dtype=torch.float64, device=device)
         self.error = torch.zeros(len(writers), n_cells, dtype=torch.float64, device=device)
-        self.spent = torch.zeros(n_cells, dtype=torch.long, device=device)
+        self.n_rows = torch.zeros(n_cells, dtype=torch.long, device=device)
 
     def add(self, steps: StepGradients) -> None:
-        self.spent = steps.spent
-        for segment, size in enumerate(self.sizes):
-            first = sum(self.sizes[:segment])
-            rows = self.credit[first : first + size]
-            for part in (steps.segment == segment).nonzero()[:, 0].split(max(1, _SHARES_AT_ONCE // size)):
+        self.n_rows = steps.spent
+        for segment, credit in enumerate(self.credit.split(self.sizes)):
+            own = (steps.segment == segment).nonzero()[:, 0]
+            for part in own.split(max(1, _SHARES_AT_ONCE // len(credit))):
                 cell, change = steps.cell[part], steps.change[part]
                 shares = self._shares(segment, steps.gradient[part], cell)
                 miss = change - shares.sum(0, dtype=torch.float64)  # Δf − Σ_c ∇f·δ_c
-                weight = shares.abs()
-                flat = weight.sum(0) == 0  # no gradient though f moved: by how far each lies along the way
-                if bool(flat.any()):
-                    along = self.displacement[segment, cell[flat]].to(steps.gradient.dtype)
-                    weight[:, flat] = self._shares(segment, along, cell[flat]).abs()
-                total = weight.sum(0, dtype=torch.float64)
-                share = torch.where(total > 0, miss / total.clamp_min(torch.finfo(total.dtype).tiny), 0.0)
-                rows.index_add_(1, cell, shares.double() + weight.double() * share)
+                weight = self._weight(segment, shares, cell)
+                credit.index_add_(1, cell, shares.double() + weight * miss)
                 self.error[segment].index_add_(0, cell, miss.abs())
 
     def _shares(self, segment: int, gradient: Tensor, cell: Tensor) -> Float[Tensor, "component step"]:
         """⟨∫ ∇f dα, δ_c⟩ of every component of a segment."""
         return torch.cat([writer.share(gradient, cell) for writer in self.writers[segment]])
 
+    def _weight(self, segment: int, shares: Tensor, cell: Tensor) -> Float[Tensor, "component step"]:
+        """|∇f·δ_c| as parts of one, never of a signed sum, which can vanish.
 
-@dataclass
-class _Table:
-    """The tensors of a result, filled window by window; NaN where a shorter row has no position."""
-
-    credit: Float[Tensor, "component batch pos"]
-    levels: Float[Tensor, "point batch pos"]
-    error: Float[Tensor, "segment batch pos"]
-    n_rows: Int[Tensor, "batch pos"]
-    model_level: Float[Tensor, "batch pos"]
-    ids: Int[Tensor, "batch pos id"]
-    last: _Credits
-
-    @classmethod
-    def empty(cls, found: _Credits, positions: Tensor, objective: Objective) -> "_Table":
-        dtype, shape = compute_dtype(found.states.resid.dtype), positions.shape
-
-        def blank(*lead: int) -> Tensor:
-            return torch.full((*lead, *shape), torch.nan, dtype=dtype)
-
-        return cls(
-            blank(len(found.credit)),
-            blank(len(found.levels)),
-            blank(len(found.error)),
-            torch.zeros(shape, dtype=torch.long),
-            blank(),
-            objective.ids.clone(),
-            found,
-        )
-
-    def fill(self, window: _Window, found: _Credits) -> None:
-        present = found.states.present
-        pairs = (
-            (self.credit, found.credit),
-            (self.levels, found.levels),
-            (self.error, found.error),
-            (self.n_rows, found.n_rows),
-            (self.model_level, found.model_level[present]),
-        )
-        for full, values in pairs:
-            window.of(full)[..., present] = values.to(device="cpu", dtype=full.dtype)
-        self.ids[window.rows, window.columns] = found.objective.ids
-        self.last = found
+        Where no gradient was found though f moved, how far each component goes along the segment decides.
+        """
+        weight = shares.abs().double()
+        flat = weight.sum(0) == 0
+        if bool(flat.any()):
+            along = self.displacement[segment, cell[flat]].to(shares.dtype)
+            weight[:, flat] = self._shares(segment, along, cell[flat]).abs().double()
+        return weight / weight.sum(0).clamp_min(torch.finfo(weight.dtype).tiny)
 
 
-def _cells_of(objective: Objective, cell: Tensor) -> Objective:
+def _of_rows(objective: Objective, cell: Tensor) -> Objective:
     """The objective of each of some rows."""
     cell = cell.to(objective.ids.device)
     return Objective(objective.quantity, objective.ids[cell], objective.sign[cell])
 
 
-def _rows(writers: list[list[tuple[int, Writer]]], n_layers: int) -> _Rows:
+def _rows(writers: list[list[tuple[int, Writer]]]) -> Rows:
     rows = [(label, end, s) for s, group in enumerate(writers) for end, w in group for label in w.labels]
-    labels, boundaries, segments = zip(*rows, strict=True)
-    return _Rows(labels, boundaries, segments)
+    return Rows(*zip(*rows, strict=True))
 
 
-def _largest(size: Float[Tensor, "component"], top_k: int) -> Int[Tensor, "component"]:
-    """The rows with the largest |credit|, in their own order."""
-    return size.topk(min(top_k, len(size))).indices.sort().values
+def _embedding(state: Float[Tensor, "cell d_model"], token: Tensor | None, position: Tensor | None) -> Writer:
+    """``embed`` and ``pos_embed`` where they add up to the state before block 0, else ``embed`` alone."""
+    if token is None or position is None:
+        return Written(("embed",), state[None])
+    parts = torch.stack([token, position]).to(state)
+    if bool(((parts.sum(0) - state).norm(dim=-1) > 1e-4 * state.norm(dim=-1)).any()):
+        return Written(("embed",), state[None])
+    return Written(("embed", "pos_embed"), parts)
 
 
-def _reduced(found: _Credits, kept: Int[Tensor, "component"]) -> _Credits:
-    """Only the kept rows, and one row per block for all others of it."""
-    dropped = torch.ones(len(found.credit), dtype=torch.bool, device=found.credit.device)
-    dropped[kept] = False
-    blocks = list(zip(found.rows.segments, found.rows.boundaries, strict=True))
-    place = {block: i for i, block in enumerate(dict.fromkeys(blocks))}
-    group = torch.tensor([place[block] for block in blocks], device=dropped.device)
-    others = found.credit.new_zeros(len(place), found.credit.shape[1]).index_add_(0, group[dropped], found.credit[dropped])
-    has_others = torch.bincount(group[dropped], minlength=len(place)) > 0
-    names, credit = [], []
-    for (segment, end), i in place.items():
-        for row in kept[group[kept] == i].tolist():
-            names.append((found.rows.labels[row], end, segment))
-            credit.append(found.credit[row])
-        if bool(has_others[i]):
-            names.append((f"{end - 1}_{OTHER}" if end else f"embed_{OTHER}", end, segment))
-            credit.append(others[i])
-    labels, boundaries, segments = zip(*names, strict=True)
-    return replace(found, rows=_Rows(labels, boundaries, segments), credit=torch.stack(credit))
+def _embed_hooks(model: Any, from_embed: bool) -> tuple[str, ...]:
+    """What the embedding is made of, where it is a row. Rotary models list the second hook and never fire it."""
+    names = ("hook_embed", "hook_pos_embed")
+    separate = "pos_embed" in getattr(model, "_modules", {}) and all(
+        name in model.hook_dict for name in names
+    )
+    return names if separate and not from_embed else ()
 
 
 # --- arguments ---------------------------------------------------------------------------------------------
 
 
 def _warn_origin(baseline: Any) -> None:
-    zero = baseline == "zero" if isinstance(baseline, str) else isinstance(baseline, Tensor) and not bool(baseline.any())
+    if isinstance(baseline, str):
+        zero = baseline == "zero"
+    else:
+        zero = isinstance(baseline, Tensor) and not bool(baseline.any())
     if zero:
         warnings.warn(
-            "baseline is the origin, where a normed readout jumps: next to it the norm divides by nearly nothing, so the "
-            "first steps of the path hold a change no quadrature resolves well; see quadrature_error",
+            "baseline is the origin, where a readout behind a norm jumps: the first step of the path holds a "
+            "change that no quadrature resolves well; see quadrature_error, or start from 'embed' or 'mean'",
             stacklevel=4,
         )
-
-
-def _embed_hooks(model: Any, baseline: Any) -> tuple[str, ...]:
-    """What the embedding is made of, where it is a row."""
-    if isinstance(baseline, str) and baseline == "embed":
-        return ()
-    names = ("hook_embed", "hook_pos_embed")
-    separate = "pos_embed" in getattr(model, "_modules", {})  # rotary models list the second hook and never fire it
-    return names if separate and all(name in model.hook_dict for name in names) else ()
-
-
-def _embedding(
-    state: Float[Tensor, "cell d_model"], token: Tensor | None, position: Tensor | None, present: Tensor
-) -> Writer:
-    """``embed`` and ``pos_embed`` where they add up to the state that enters block 0, else ``embed`` alone."""
-    if token is None or position is None:
-        return Written(("embed",), state[None])
-    parts = torch.stack([act.expand(*present.shape, -1)[present.to(act.device)] for act in (token, position)]).to(state)
-    if bool(((parts.sum(0) - state).norm(dim=-1) > 1e-4 * state.norm(dim=-1)).any()):
-        return Written(("embed",), state[None])
-    return Written(("embed", "pos_embed"), parts)
 
 
 def _segment_of(label: str, route: Path) -> str | None:
     """The segment of the block a label begins with: ``L3F12`` and ``3_feature`` are of block 3."""
     found = re.match(r"L?(\d+)(?=\D)", label)
-    if found is None:
-        return None
-    end = int(found[1]) + 1
-    return next((name for name, last in zip(route.labels, route.boundaries, strict=True) if last >= end), None)
+    ends = zip(route.labels, route.boundaries, strict=True)
+    return None if found is None else next((name for name, last in ends if last > int(found[1])), None)
 
 
 def _directions(
-    components: Mapping[str, Tensor] | None, path: str, route: Path, shape: tuple[int, int, int]
+    components: Any, path: str, route: Path, shape: tuple[int, int, int]
 ) -> dict[str, Tensor] | None:
     """The caller's directions, each [batch, pos, d_model], checked."""
     if components is None:
         return None
     if not isinstance(components, Mapping) or not components:
         todo = "for example {'L3F12': activation * decoder_row}"
-        fail("components", "a mapping from labels to tensors", type(components).__name__, todo, TypeError)
+        fail("components", "a mapping from labels to tensors", repr(components), todo, TypeError)
     directions = {}
-    for label, tensor in components.items():
+    for name, tensor in components.items():
+        label = str(name)
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             got = f"{type(tensor).__name__} for {label!r}"
-            fail("components", "floating-point tensors [..., d_model]", got, "convert it with torch.as_tensor", TypeError)
-        try:
-            directions[str(label)] = tensor.detach().expand(shape)
-        except RuntimeError:
-            rule = f"broadcastable to [batch, pos, d_model]={list(shape)}"
-            fail("components", rule, f"{list(tensor.shape)} for {label!r}", "take it at the analysed positions")
-        if path == "layers" and _segment_of(str(label), route) is None:
-            todo = "rename it, or use path='straight'"
-            fail("components", "labelled with their block on path='layers', like 'L3F12' or '3_name'", repr(label), todo)
+            fail("components", "floating-point tensors [..., d_model]", got, "use torch.as_tensor", TypeError)
+        if path == "layers" and _segment_of(label, route) is None:
+            rule, todo = (
+                "labelled with their block on path='layers'",
+                "write L3F12 or 3_name, or use path='straight'",
+            )
+            fail("components", rule, repr(label), todo)
+        directions[label] = _broadcast("components", tensor.detach(), shape, f" for {label!r}")
     return directions
+
+
+def _broadcast(argument: str, tensor: Tensor, shape: tuple[int, ...], where: str) -> Tensor:
+    try:
+        return tensor.expand(shape)
+    except RuntimeError:
+        rule = f"broadcastable to [batch, pos, d_model]={list(shape)}"
+        fail(argument, rule, f"shape {list(tensor.shape)}{where}", "take it at the analysed positions")

@@ -80,8 +80,13 @@ def _page(result: IGLensResult, title: str | None, rule: str, fraction: float) -
         "rule": html.escape(f"rule {rule}" + ("" if rule == "largest" else f", fraction {fraction:g}")),
         "first": _text(result.labels[0]),
         "last": _text(result.labels[-1]),
-        "shades": "\n".join(f".o{i} {{ background: {back}; color: {ink} !important; }}" for i, (back, ink) in enumerate(shades)),
-        "gradient": ", ".join(back for back, _ in shades) if len(shades) > 1 else f"{shades[0][0]}, {shades[0][0]}",
+        "shades": "\n".join(
+            f".o{i} {{ background: {back}; color: {ink} !important; }}"
+            for i, (back, ink) in enumerate(shades)
+        ),
+        "gradient": ", ".join(back for back, _ in shades)
+        if len(shades) > 1
+        else f"{shades[0][0]}, {shades[0][0]}",
         "prompts": "\n".join(_prompt(result, b, cells, onset) for b in rows),
         "table": _table(result, cells, onset),
         "about": _about(result),
@@ -130,7 +135,9 @@ def _prompt(result: IGLensResult, b: int, cells: list[tuple[int, int]], onset: A
         if place in number:
             segment = int(onset.index[cells[number[place]]])
             shade = f"o{segment}" if segment >= 0 else "o-none"
-            pieces.append(f"<button type='button' class='tok {shade}' data-cell='{number[place]}'>{_text(text)}</button>")
+            pieces.append(
+                f"<button type='button' class='tok {shade}' data-cell='{number[place]}'>{_text(text)}</button>"
+            )
         else:
             pieces.append(f"<span class='tok'>{_text(text)}</span>")
         pieces.append("<br>" if text.endswith("\n") else "<wbr>")
@@ -139,7 +146,19 @@ def _prompt(result: IGLensResult, b: int, cells: list[tuple[int, int]], onset: A
 
 
 def _table(result: IGLensResult, cells: list[tuple[int, int]], onset: Any) -> str:
-    head = ["prompt", "place", "token", "target", "start", "end", "model", "Δ", "onset", "largest credit", "Σ|credit| / |Δ|"]
+    head = [
+        "prompt",
+        "place",
+        "token",
+        "target",
+        "start",
+        "end",
+        "model",
+        "Δ",
+        "onset",
+        "largest credit",
+        "Σ|credit| / |Δ|",
+    ]
     several = len(result.positions) > 1
     deltas, cancellation, largest_of = result.delta, result.cancellation, result.attribution.abs().argmax(0)
     rows = []
@@ -150,15 +169,22 @@ def _table(result: IGLensResult, cells: list[tuple[int, int]], onset: Any) -> st
             _cell(str(place), "n"),
             _cell(_text(result.token_strings[b][place]), "mono"),
             _cell(_text(result.target_strings[b][p]), "mono"),
-            *(_cell(_number(result, v), "n") for v in (result.levels[0, b, p], result.levels[-1, b, p], result.model_level[b, p])),
+            *(
+                _cell(_number(result, v), "n")
+                for v in (result.levels[0, b, p], result.levels[-1, b, p], result.model_level[b, p])
+            ),
             _cell(_number(result, delta, signed=True), "n"),
             _cell(_text(onset.labels[b][p])),
-            _cell(f"{_text(result.labels[largest])} {_number(result, result.attribution[largest, b, p], signed=True)}"),
+            _cell(
+                f"{_text(result.labels[largest])} {_number(result, result.attribution[largest, b, p], signed=True)}"
+            ),
             _cell(f"{float(cancellation[b, p]):.2f}".replace("nan", "undefined"), "n"),
         ]
         rows.append(f"<tr data-cell='{i}'>{''.join(columns)}</tr>")
     numeric = {"prompt", "place", "start", "end", "model", "Δ", "Σ|credit| / |Δ|"}
-    titles = "".join(f"<th class='{'n' * (name in numeric)}'>{name}</th>" for name in head if several or name != "prompt")
+    titles = "".join(
+        f"<th class='{'n' * (name in numeric)}'>{name}</th>" for name in head if several or name != "prompt"
+    )
     return f"<table id='tokens'><thead><tr>{titles}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
@@ -178,13 +204,25 @@ def _number(result: IGLensResult, value: Any, *, signed: bool = False) -> str:
 
 def _about(result: IGLensResult) -> str:
     known = asdict(result.info)
-    rows = [(name.replace("_", " "), value if not isinstance(value, tuple) else "; ".join(value)) for name, value in known.items()]
-    body = "".join(f"<dt>{html.escape(name)}</dt><dd>{_text(str(value))}</dd>" for name, value in rows if value not in ("", ()))
+    rows = [
+        (name.replace("_", " "), value if not isinstance(value, tuple) else "; ".join(value))
+        for name, value in known.items()
+    ]
+    body = "".join(
+        f"<dt>{html.escape(name)}</dt><dd>{_text(str(value))}</dd>"
+        for name, value in rows
+        if value not in ("", ())
+    )
     return f"<dl>{body}</dl>"
 
 
 def _data(
-    result: IGLensResult, rows: list[int], cells: list[tuple[int, int]], onset: Any, rule: str, fraction: float
+    result: IGLensResult,
+    rows: list[int],
+    cells: list[tuple[int, int]],
+    onset: Any,
+    rule: str,
+    fraction: float,
 ) -> dict[str, Any]:
     """What the page's script needs; credits as the bytes of the result's own numbers, token by token."""
     from .plotting._labels import visible
@@ -208,7 +246,9 @@ def _data(
                 "onset": int(onset.index[b, p]),
             }
         )
-    colours = {name: palette(template) for name, template in (("light", "plotly_white"), ("dark", "plotly_dark"))}
+    colours = {
+        name: palette(template) for name, template in (("light", "plotly_white"), ("dark", "plotly_dark"))
+    }
     return {
         "labels": [visible(label) for label in result.labels],
         "start": visible(result.point_labels[0]),
@@ -217,15 +257,25 @@ def _data(
         "digits": _digits(result),
         "muted": "#8a94a1",
         "bits": 8 * credits.itemsize,
-        "credits": base64.b64encode(np.ascontiguousarray(credits).astype(credits.dtype.newbyteorder("<")).tobytes()).decode(),
+        "credits": base64.b64encode(
+            np.ascontiguousarray(credits).astype(credits.dtype.newbyteorder("<")).tobytes()
+        ).decode(),
         "cells": facts,
         "figures": [_figure(result, b, [c for c in cells if c[0] == b], cells, rule, fraction) for b in rows],
-        "palettes": {n: {k: getattr(c, k) for k in ("gain", "loss", "paper", "ink", "scale")} for n, c in colours.items()},
+        "palettes": {
+            n: {k: getattr(c, k) for k in ("gain", "loss", "paper", "ink", "scale")}
+            for n, c in colours.items()
+        },
     }
 
 
 def _figure(
-    result: IGLensResult, b: int, own: list[tuple[int, int]], cells: list[tuple[int, int]], rule: str, fraction: float
+    result: IGLensResult,
+    b: int,
+    own: list[tuple[int, int]],
+    cells: list[tuple[int, int]],
+    rule: str,
+    fraction: float,
 ) -> dict[str, Any]:
     """The heatmap of one prompt without its numbers, which the page takes from the credits."""
     from .plotting._cells import columns
@@ -235,7 +285,9 @@ def _figure(
     figure = draw(result, shown, onset_rule=rule, fraction=fraction, template="none", title="")
     known = json.loads(figure.to_json())
     for trace in known["data"]:
-        for name in ("z", "customdata", "hovertext", "text") if trace["type"] == "heatmap" else ("customdata",):
+        for name in (
+            ("z", "customdata", "hovertext", "text") if trace["type"] == "heatmap" else ("customdata",)
+        ):
             trace.pop(name, None)
     grid, over, across = known["data"][0], known["data"][2], known["data"][3]
     form = f"+.{_digits(result)}f"
@@ -248,7 +300,13 @@ def _figure(
         layout.pop(name, None)
     layout["height"] -= layout["margin"]["t"] - 75
     layout["margin"]["t"] = 75
-    return {"data": known["data"], "layout": layout, "first": cells.index(own[0]), "count": len(own), "row": b}
+    return {
+        "data": known["data"],
+        "layout": layout,
+        "first": cells.index(own[0]),
+        "count": len(own),
+        "row": b,
+    }
 
 
 def _shade(share: float) -> tuple[str, str]:

@@ -116,24 +116,30 @@ def _id_tensor(input: Any) -> Int[Tensor, "batch ctx"]:
     rule, todo = "text, a list of texts, or integer ids [pos] or [batch, pos]", "see model.to_tokens"
     if input is None or (isinstance(input, list | tuple) and len(input) == 0):
         fail("input", rule, "None" if input is None else "an empty list", "give a prompt of at least one token")
+    if not isinstance(input, list | tuple | int | np.generic | np.ndarray | Tensor):
+        fail("input", rule, type(input).__name__, todo, TypeError)
     try:
         ids = input.detach() if isinstance(input, Tensor) else torch.as_tensor(np.asarray(input))
     except (ValueError, TypeError):
         fail("input", rule, f"{type(input).__name__} of unequal or mixed rows", "pad ids and pass attention_mask")
+    if ids.numel() == 0:
+        fail("input", "a prompt of at least one token", f"ids of shape {tuple(ids.shape)}", "give some token ids")
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         fail("input", rule, f"dtype {ids.dtype}", "convert token ids to integers", TypeError)
     if ids.ndim not in (1, 2):
         fail("input", rule, f"shape {tuple(ids.shape)}", todo)
-    if ids.numel() == 0:
-        fail("input", "a prompt of at least one token", f"ids of shape {tuple(ids.shape)}", "give some token ids")
     return torch.atleast_2d(ids).to("cpu", torch.int64)
 
 
 def _mask_tensor(mask: Any, ids: Tensor) -> Bool[Tensor, "batch ctx"]:
-    mask = torch.atleast_2d(mask.detach().cpu() if isinstance(mask, Tensor) else torch.as_tensor(np.asarray(mask)))
+    rule, todo = f"0 or 1 at every place of the ids, shape {tuple(ids.shape)}", "1 marks real tokens"
+    try:
+        mask = torch.atleast_2d(mask.detach().cpu() if isinstance(mask, Tensor) else torch.as_tensor(np.asarray(mask)))
+    except (ValueError, TypeError):
+        fail("attention_mask", rule, f"{type(mask).__name__} of something else", todo)
     if mask.shape != ids.shape or not bool(((mask == 0) | (mask == 1)).all()):
         shown = f"shape {tuple(mask.shape)}" if mask.shape != ids.shape else "other values"
-        fail("attention_mask", f"0 or 1 at every place of the ids, shape {tuple(ids.shape)}", shown, "1 marks real tokens")
+        fail("attention_mask", rule, shown, todo)
     empty = (~mask.bool().any(1)).nonzero()[:, 0].tolist()
     if empty:
         fail("attention_mask", "1 at least once in every row", f"all 0 in row {empty[0]}", "drop that row")

@@ -198,7 +198,7 @@ class _Run:
             cells = slice(first, min(first + size, resid.shape[1]))
             yield cells, resid[index, cells]
 
-    def cells(self, values: Tensor, fill: float = torch.nan) -> Tensor:
+    def cells(self, values: Tensor, fill: float | int = torch.nan) -> Tensor:
         """Values [row, cell, ...] laid out as [row, batch, pos, ...] on the CPU, ``fill`` elsewhere."""
         dtype = compute_dtype(self.states.resid.dtype) if values.is_floating_point() else values.dtype
         full = torch.full((len(values), *self.present.shape, *values.shape[2:]), fill, dtype=dtype)

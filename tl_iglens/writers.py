@@ -1,20 +1,20 @@
 """What wrote into the residual stream: per block the attention heads, the MLP, its neurons, the biases.
 
 A component's write δ_c is what actually enters the stream: behind the norms that Gemma or OLMo put after a
-sublayer, scaled where Granite scales it. Writes of many components are never laid out as vectors. A head is its
-pattern-weighted value z_h times W_O, a neuron its activation times a row of W_out, and what the sublayer's
-output then passes is linear once the scale of this run is known, so that
+sublayer, scaled where Granite scales it. Writes of many components are never laid out as vectors. A head is
+its pattern-weighted value z_h times W_O, a neuron its activation times a row of W_out, and what the
+sublayer's output then passes is linear once the scale of this run is known, so that
 
     ∇f·δ_c = act_c · (W_c Lᵀ∇f)        with  L x = s (γ ⊙ x),
 
-one product of W with a gradient for all components of a sublayer. Every call checks that the writes of a block
-add up to what it did to the stream. Output weights are read here, in ``output_weights``, and nowhere else
-outside the readout.
+one product of W with a gradient for all components of a sublayer. Every call checks that the writes of a
+block add up to what it did to the stream. Output weights are read here, in ``output_weights``, and nowhere
+else outside the readout.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -34,17 +34,6 @@ _ACTIVATION = {"attn": "attn.hook_z", "mlp": "mlp.hook_post"}
 _WEIGHTS = {"attn": ("W_O", "b_O"), "mlp": ("W_out", "b_out")}
 
 
-class Writer(Protocol):
-    """Some components that write into the stream in the same block."""
-
-    labels: tuple[str, ...]
-
-    def share(
-        self, gradient: Float[Tensor, "step d_model"], cell: Int[Tensor, "step"]
-    ) -> Float[Tensor, "component step"]:
-        """⟨gradient, δ_c⟩ of every component, for a gradient of each of some steps in some cells."""
-
-
 @dataclass(frozen=True)
 class Written:
     """Components whose writes are at hand as vectors."""
@@ -55,6 +44,7 @@ class Written:
     def share(
         self, gradient: Float[Tensor, "step d_model"], cell: Int[Tensor, "step"]
     ) -> Float[Tensor, "component step"]:
+        """⟨gradient, δ_c⟩ of every component, for a gradient of each of some steps in some cells."""
         return torch.stack([(delta[cell].to(gradient.dtype) * gradient).sum(-1) for delta in self.delta])
 
 
@@ -71,15 +61,20 @@ class Factored:
     def share(
         self, gradient: Float[Tensor, "step d_model"], cell: Int[Tensor, "step"]
     ) -> Float[Tensor, "component step"]:
+        """⟨gradient, δ_c⟩ = act_c · (W_c Lᵀ gradient)."""
         weight, _ = output_weights(self.block, self.part)
         pulled = self.behind.pull(gradient, cell) @ weight.to(gradient).T
-        pulled = rearrange(pulled, "step (component feature) -> step component feature", component=len(self.labels))
+        by_component = "step (component feature) -> step component feature"
+        pulled = rearrange(pulled, by_component, component=len(self.labels))
         return (pulled * self.activation[cell].to(gradient.dtype)).sum(-1).T
+
+
+Writer = Written | Factored  # some components that write into the stream in the same block
 
 
 @dataclass(frozen=True)
 class Behind:
-    """What a sublayer's output passes before it enters the stream: L x = scale · gain ⊙ (x − mean x) + offset.
+    """What a sublayer's output passes on its way to the stream: x ↦ scale · gain ⊙ (x − mean x) + offset.
 
     The mean is removed only where the norm does so. ``scale`` is that of this run, one number per cell.
     """
@@ -131,7 +126,8 @@ def _required(model: Any, b: int, hook: str, unit: str) -> str:
     if name not in model.hook_dict:
         kind = ", ".join(n for n in model.blocks[b]._modules if not n.startswith(("_", "ln", "norm", "hook")))
         todo = "whole blocks work: use ig_lens, or give the directions with components="
-        fail("unit", "one whose outputs every block has", f"{unit!r} with no {name} (a block of {kind})", todo)
+        got = f"{unit!r} with no {name} (a block of {kind})"
+        fail("unit", "one whose outputs every block has", got, todo)
     return name
 
 
@@ -167,7 +163,8 @@ def block_writers(
     _check_block(b, unit, outputs, before, after)
     for part, output in outputs.items():
         if (part, unit) in (("attn", "head"), ("mlp", "neuron")):
-            yield from _factored(model, b, part, unit, acts[f"blocks.{b}.{_ACTIVATION[part]}"].to(before.device), output)
+            act = acts[f"blocks.{b}.{_ACTIVATION[part]}"].to(before.device)
+            yield from _factored(model, b, part, unit, act, output)
         else:
             yield Written((f"{b}_{part}_out",), output[None])
 
@@ -207,7 +204,7 @@ def _factored(model: Any, b: int, part: str, unit: str, act: Tensor, output: Ten
         todo = "its output passes something this package does not know; whole sublayers work"
         fail("unit", rule, f"{unit!r} with blocks.{b}.hook_{part}_out", todo)
     yield Factored(tuple(f"L{b}{kind}{i}" for i in range(n)), act, block, part, behind)
-    constant = None if bias is None else behind.apply(bias[None]).expand_as(raw)
+    constant = None if bias is None else behind.apply(bias.expand_as(raw))
     if behind.offset is not None:
         constant = behind.offset.expand_as(raw) + (0 if constant is None else constant)
     if constant is not None:
@@ -240,7 +237,7 @@ def _candidates(block: Any, part: str, like: Tensor) -> Iterator[tuple[Tensor | 
 
 @torch.no_grad()
 def _measured(norm: torch.nn.Module, like: Tensor) -> tuple[Tensor, Tensor | None, bool]:
-    """Gain, offset and whether the mean is removed, from three probes; a common factor of the gain is open."""
+    """Gain, offset and whether the mean is removed, from three probes; the gain up to a factor."""
     parameter = next(norm.parameters(), like)
     signs = torch.ones(like.shape[-1], dtype=parameter.dtype, device=parameter.device)
     signs[1::2] = -1

@@ -65,7 +65,7 @@ class Question:
         resid = self.states.resid[[self.states.index(point) for point in points]]
         return resid[:, self.states.present.to(resid.device)]
 
-    def cells(self, values: Tensor, fill: float = torch.nan) -> Tensor:
+    def cells(self, values: Tensor, fill: float | int = torch.nan) -> Tensor:
         """Values [row, cell, ...] laid out as [row, batch, pos, ...] on the CPU, ``fill`` elsewhere."""
         present = self.states.present
         dtype = compute_dtype(self.states.resid.dtype) if values.is_floating_point() else values.dtype

@@ -35,8 +35,7 @@ def hooks(model: Any, *, unit: str | None = None) -> tuple[str, ...]:
     if unit not in ("component", "head"):
         return ()
     blocks = range(int(model.cfg.n_layers))
-    parts = ["attn"] if getattr(model.cfg, "attn_only", False) else ["attn", "mlp"]
-    names = [f"blocks.{b}.hook_{part}_out" for b in blocks for part in parts]
+    names = [name for b in blocks for name in _outputs(model, b)]
     if unit == "head":
         names += [f"blocks.{b}.attn.hook_z" for b in blocks]
     missing = next((name for name in names if name not in model.hook_dict), None)
@@ -202,11 +201,12 @@ def _component_terms(question: Question, head: Direction) -> _Terms:
     pre = question.at(tuple(Point(b) for b in range(question.n_layers + 1)))
     values, labels, places = [head.of(pre[0])], ["embed"], [Point(0)]
     for b in range(question.n_layers):
-        parts = [_cells(question, cache[f"blocks.{b}.hook_{part}_out"]) for part in ("attn", "mlp")]
+        names = _outputs(question.model, b)
+        parts = [_cells(question, cache[name]) for name in names]
         _check_parts(sum(parts), pre[b + 1] - pre[b], b)
         values += [head.of(part) for part in parts]
-        labels += [f"{b}_attn_out", f"{b}_mlp_out"]
-        places += [Point(b + 1)] * 2
+        labels += [f"{b}_{name.rpartition('hook_')[2]}" for name in names]
+        places += [Point(b + 1)] * len(parts)
     return _Terms(torch.stack(values), tuple(labels), tuple(places))
 
 
@@ -219,8 +219,9 @@ def _difference_terms(question: Question, head: Direction, bounds: Sequence[int]
 
 def _head_terms(question: Question, head: Direction) -> _Terms:
     """Heads by ``ActivationCache.stack_head_results``; everything else is the remainder."""
-    cache, n_heads = _cache(question, "head"), int(question.model.cfg.n_heads)
-    _check_heads(question, cache)
+    n_heads = int(question.model.cfg.n_heads)
+    _check_heads(question)
+    cache = _cache(question, "head")
     stack, labels = cache.stack_head_results(return_labels=True, incl_remainder=True)
     places = (*_head_places(question, n_heads), None)
     return _Terms(head.of(_cells(question, stack, lead=1)), tuple(labels), places)
@@ -251,9 +252,9 @@ def _tool_applies(question: Question, head: Direction) -> bool:
 
 
 def _from_tool(question: Question, unit: str, head: Direction) -> _Terms:
-    cache = _cache(question, unit)
     if unit == "head":
-        _check_heads(question, cache)
+        _check_heads(question)
+    cache = _cache(question, unit)
     ids, sign = question.objective.ids, question.objective.sign
     against = ids[..., 1] if ids.shape[-1] == 2 and bool((sign[..., 1] < 0).all()) else None
     found = _tool()(question.model, None, ids[..., 0], against, unit=unit, pos=None, cache=cache)
@@ -285,15 +286,31 @@ def _cache(question: Question, unit: str) -> ActivationCache:
     return ActivationCache(acts, question.model)
 
 
-def _check_heads(question: Question, cache: ActivationCache) -> None:
-    """The heads of every block and its output bias are its attention output, up to rounding."""
-    model = question.model
+def _check_heads(question: Question) -> None:
+    """The heads of every block and its output bias are what its attention adds to the stream, up to rounding."""
+    cache = _cache(question, "head")  # one of its own: TransformerLens 3 warns about results that are already there
     results = cache.stack_head_results()
     heads = rearrange(_cells(question, results, lead=1), "(b head) cell d -> b head cell d", b=question.n_layers)
-    for b, block in enumerate(model.blocks):
+    for b, block in enumerate(question.model.blocks):
         bias, scale = getattr(block.attn, "b_O", None), getattr(block.attn, "_result_contribution_scale", 1.0)
         whole = heads[b].sum(0) + (0 if bias is None else scale * bias)
-        _check_parts(whole, _cells(question, cache[f"blocks.{b}.hook_attn_out"]), b, "head")
+        _check_parts(whole, _attention(question, cache, b), b, "head")
+
+
+def _attention(question: Question, cache: ActivationCache, b: int) -> Tensor:
+    """What the attention of block b adds to the stream: by the states around it, or its own checked output."""
+    pre = question.at((Point(b),))[0]
+    if question.states.has_mid:
+        return question.at((Point(b, mid=True),))[0] - pre
+    parts = [_cells(question, cache[name]) for name in _outputs(question.model, b)]
+    _check_parts(sum(parts), question.at((Point(b + 1),))[0] - pre, b)
+    return parts[0]
+
+
+def _outputs(model: Any, b: int) -> list[str]:
+    """The hooks of what a block adds to the stream: attention, then MLP."""
+    parts = ["attn"] if getattr(model.cfg, "attn_only", False) else ["attn", "mlp"]
+    return [f"blocks.{b}.hook_{part}_out" for part in parts]
 
 
 def _check_parts(parts: Tensor, whole: Tensor, block: int, unit: str = "component") -> None:

@@ -454,15 +454,19 @@ def generate_texts(
 ) -> list[list[int]]:
     """Token ids of texts the model itself writes after each opener: something to fit on where no corpus is at hand.
 
-    Sampled with the caller's random state left as it was.
+    Openers of the same length are continued together. The caller's random state stays as it was.
     """
     model = unwrap(model)
     check_model(model)
-    texts = []
+    by_length: dict[int, list[Tensor]] = {}
+    for opener in openers:
+        ids = read_prompts(model, opener).ids
+        by_length.setdefault(ids.shape[1], []).append(ids)
+    texts: list[list[int]] = []
+    options = {"do_sample": True, "temperature": temperature, "stop_at_eos": False, "verbose": False}
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        for opener in openers:
-            ids = read_prompts(model, opener).ids.to(model.W_U.device)
-            options = {"max_new_tokens": n_tokens, "do_sample": True, "temperature": temperature, "verbose": False}
-            texts.append([int(i) for i in model.generate(ids, return_type="tokens", stop_at_eos=False, **options)[0]])
+        for rows in by_length.values():
+            ids = torch.cat(rows).to(model.W_U.device)
+            texts += model.generate(ids, max_new_tokens=n_tokens, return_type="tokens", **options).tolist()
     return texts

@@ -15,4 +15,14 @@ from .heatmap import heatmap
 from .trajectory import trajectory
 from .waterfall import waterfall
 
-__all__ = ["ablation", "baselines", "candidates", "comparison", "components", "flow", "heatmap", "trajectory", "waterfall"]
+__all__ = [
+    "ablation",
+    "baselines",
+    "candidates",
+    "comparison",
+    "components",
+    "flow",
+    "heatmap",
+    "trajectory",
+    "waterfall",
+]

@@ -49,7 +49,9 @@ def columns(result: Any, batch: int = 0, last: int | None = None) -> Columns:
         index,
         places,
         tuple(result.token_strings[row][place] for place in places),
-        tuple(result.target_strings[row][i] for i in index) if hasattr(result, "target_strings") else ("",) * len(index),
+        tuple(result.target_strings[row][i] for i in index)
+        if hasattr(result, "target_strings")
+        else ("",) * len(index),
     )
 
 
@@ -57,7 +59,9 @@ def one(result: Any, batch: int = 0, pos: int = -1) -> Columns:
     """One analysed position of a row; ``pos`` counts the analysed ones, −1 is the last of them."""
     every = columns(result, batch)
     i = _index("pos", pos, len(every), "analysed positions")
-    return Columns(every.batch, (every.index[i],), (every.places[i],), (every.tokens[i],), (every.targets[i],))
+    return Columns(
+        every.batch, (every.index[i],), (every.places[i],), (every.tokens[i],), (every.targets[i],)
+    )
 
 
 def _index(argument: str, value: Any, size: int, what: str) -> int:
@@ -85,4 +89,9 @@ def check_same_cells(argument: str, values: Any, result: Any, todo: str) -> None
     """Values ``[row, batch, pos]`` of another analysis belong to the positions of ``result``."""
     if tuple(values.shape[1:]) != tuple(result.attribution.shape[1:]):
         want = ", ".join(map(str, result.attribution.shape[1:]))
-        fail(argument, f"of the same prompts and positions, [row, {want}]", f"shape {tuple(values.shape)}", todo)
+        fail(
+            argument,
+            f"of the same prompts and positions, [row, {want}]",
+            f"shape {tuple(values.shape)}",
+            todo,
+        )

@@ -112,6 +112,11 @@ def number(value: float, form: str) -> str:
     return text.replace("-", "−")
 
 
+def hover(*lines: str, name: str = "") -> str:
+    """A hover template: lines, and what stands in the box beside them."""
+    return f"{'<br>'.join(lines)}<extra>{name}</extra>"
+
+
 def unit(quantity: str) -> str:
     return UNITS.get(quantity, quantity)
 
@@ -119,7 +124,9 @@ def unit(quantity: str) -> str:
 def check_size(width: Any, height: Any) -> None:
     """Sizes are pixels plotly accepts."""
     for name, value in (("width", width), ("height", height)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 10):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int | float) or value < 10
+        ):
             fail(name, "None or at least 10 pixels", repr(value), "None lets the figure choose")
 
 
@@ -181,4 +188,12 @@ def label_space(labels: Sequence[str], size: int = 11, longest: int = TICK_LENGT
 
 # labels keep a little distance from the axis
 AWAY = {"ticks": "outside", "tickcolor": "rgba(0,0,0,0)", "ticklen": 5}
-LEGEND = {"orientation": "h", "x": 1, "xanchor": "right", "xref": "container", "y": 0, "yanchor": "bottom", "yref": "container"}
+LEGEND = {
+    "orientation": "h",
+    "x": 1,
+    "xanchor": "right",
+    "xref": "container",
+    "y": 0,
+    "yanchor": "bottom",
+    "yref": "container",
+}

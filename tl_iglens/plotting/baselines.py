@@ -52,21 +52,41 @@ def baselines(
     figure.add_trace(
         go.Heatmap(
             z=z if any(r.attribution.dtype.itemsize == 8 for r in named.values()) else z.astype(np.float32),
-            x=list(range(len(labels))), y=list(range(len(names))), zmin=-bound, zmax=bound, zmid=0, xgap=1, ygap=3,
-            colorscale=[list(stop) for stop in colours.scale], name="credit",
+            x=list(range(len(labels))),
+            y=list(range(len(names))),
+            zmin=-bound,
+            zmax=bound,
+            zmid=0,
+            xgap=1,
+            ygap=3,
+            colorscale=[list(stop) for stop in colours.scale],
+            name="credit",
             colorbar={"title": {"text": f"credit<br>({unit(quantity)})"}, "thickness": 14, "x": 1.01},
             hovertemplate=f"baseline <b>%{{y}}</b><br>segment %{{x}}<br>credit %{{z:{value}}}<extra></extra>",
-        ), row=1, col=1,
-    )  # fmt: skip
+        ),
+        row=1,
+        col=1,
+    )
     onset = [(row, r.onset().labels[cells.batch][cells.index[0]]) for row, r in enumerate(named.values())]
     marked = [(row, labels.index(label)) for row, label in onset if label in labels]
     figure.add_trace(
         go.Scatter(
-            x=[x for _, x in marked], y=[y for y, _ in marked], mode="markers", name="onset (rule mass)", showlegend=True,
-            marker={"symbol": "diamond", "size": 9, "color": colours.paper, "line": {"color": colours.ink, "width": 1.5}},
+            x=[x for _, x in marked],
+            y=[y for y, _ in marked],
+            mode="markers",
+            name="onset (rule mass)",
+            showlegend=True,
+            marker={
+                "symbol": "diamond",
+                "size": 9,
+                "color": colours.paper,
+                "line": {"color": colours.ink, "width": 1.5},
+            },
             hovertemplate="baseline <b>%{y}</b><br>onset %{x}<extra></extra>",
-        ), row=1, col=1,
-    )  # fmt: skip
+        ),
+        row=1,
+        col=1,
+    )
     start = [float(cells.of(r.levels[0])[0]) for r in named.values()]
     end = [float(cells.of(r.levels[-1])[0]) for r in named.values()]
     rows = list(range(len(names)))
@@ -77,14 +97,23 @@ def baselines(
             line={"color": colours.neutral, "width": 2},
         ), row=1, col=2,
     )  # fmt: skip
-    for name, x, symbol, colour in (("start", start, "circle-open", colours.loss), ("end", end, "circle", colours.gain)):
+    for name, x, symbol, colour in (
+        ("start", start, "circle-open", colours.loss),
+        ("end", end, "circle", colours.gain),
+    ):
         figure.add_trace(
             go.Scatter(
-                x=x, y=rows, mode="markers", name=name, marker={"symbol": symbol, "size": 10, "color": colour},
+                x=x,
+                y=rows,
+                mode="markers",
+                name=name,
+                marker={"symbol": symbol, "size": 10, "color": colour},
                 customdata=[b - a for a, b in zip(start, end, strict=True)],
                 hovertemplate=f"baseline <b>%{{y}}</b><br>{name} %{{x:{level}}}<br>Δ %{{customdata:{value}}}<extra></extra>",
-            ), row=1, col=2,
-        )  # fmt: skip
+            ),
+            row=1,
+            col=2,
+        )
     turned = {"tickangle": -90 if len(labels) > 10 else 0, "tickfont": {"size": 11}}
     figure.update_xaxes(**aliases(labels), **turned, title={"text": "segment"}, showgrid=False, row=1, col=1)
     figure.update_xaxes(type="linear", title={"text": unit(quantity)}, zeroline=True, row=1, col=2)
@@ -94,10 +123,19 @@ def baselines(
     figure.update_layout(legend=LEGEND)
     heading = f"{cells.quoted} under {len(names)} baselines"
     return finish(
-        figure, heading if title is None else title, _captions(named), template=template, width=width, height=height,
-        body=max(150, _ROW_PIXELS * len(names)), margin={"l": 50 + label_space(names, 12, 24), "t": 40,
-        "b": 95 + (label_space(labels) if turned["tickangle"] else 0)},
-    )  # fmt: skip
+        figure,
+        heading if title is None else title,
+        _captions(named),
+        template=template,
+        width=width,
+        height=height,
+        body=max(150, _ROW_PIXELS * len(names)),
+        margin={
+            "l": 50 + label_space(names, 12, 24),
+            "t": 40,
+            "b": 95 + (label_space(labels) if turned["tickangle"] else 0),
+        },
+    )
 
 
 def _named(results: Any) -> dict[str, Any]:
@@ -105,7 +143,10 @@ def _named(results: Any) -> dict[str, Any]:
         named = {str(name): result for name, result in results.items()}
     else:
         names = [result.info.baseline for result in results]
-        named = {n if names.count(n) == 1 else f"{n} ({i + 1})": r for i, (n, r) in enumerate(zip(names, results, strict=True))}
+        named = {
+            n if names.count(n) == 1 else f"{n} ({i + 1})": r
+            for i, (n, r) in enumerate(zip(names, results, strict=True))
+        }
     if not named:
         fail("results", "at least one result", "none", "run ig_lens once per baseline")
     return named
@@ -121,7 +162,12 @@ def _check_same(name: str, result: Any, first: Any, batch: int, pos: int) -> Non
         ("token", here.tokens[0], there.tokens[0]),
     ):
         if a != b:
-            fail(f"results[{name!r}]", f"of the {what} {b!r} like the others", repr(a), "vary the baseline only")
+            fail(
+                f"results[{name!r}]",
+                f"of the {what} {b!r} like the others",
+                repr(a),
+                "vary the baseline only",
+            )
 
 
 def _union(paths: Sequence[Sequence[str]]) -> list[str]:

@@ -40,14 +40,22 @@ def comparison(
     names = list(comparison.results) if methods is None else list(methods)
     missing = [name for name in names if name not in comparison.results]
     if missing or not names:
-        fail("methods", f"among {', '.join(comparison.results)}", repr(missing[0]) if missing else "none", "compare it first")
+        fail(
+            "methods",
+            f"among {', '.join(comparison.results)}",
+            repr(missing[0]) if missing else "none",
+            "compare it first",
+        )
     cells, colours = one(comparison, batch, pos), palette(template)
     n_layers = comparison.info.n_layers
     body = _PANEL_PIXELS * len(names) + _GAP_PIXELS * (len(names) - 1)
     figure = make_subplots(
-        rows=len(names), cols=1, shared_xaxes=True, vertical_spacing=_GAP_PIXELS / body if len(names) > 1 else 0,
+        rows=len(names),
+        cols=1,
+        shared_xaxes=True,
+        vertical_spacing=_GAP_PIXELS / body if len(names) > 1 else 0,
         subplot_titles=[_heading(name, comparison.results[name], cells) for name in names],
-    )  # fmt: skip
+    )
     points: set[str] = set()
     for row, name in enumerate(names, 1):
         result = comparison.results[name]
@@ -60,17 +68,24 @@ def comparison(
     axis = depth_axis(labels, n_layers)
     axis["range"] = [axis["range"][0] - 0.6, axis["range"][1]]  # a first segment ends at the first state
     figure.update_xaxes(**axis)
-    figure.update_xaxes(showticklabels=False)
-    figure.update_xaxes(showticklabels=True, title={"text": "state a row is read at or ends at"}, row=len(names), col=1)
+    figure.update_xaxes(showticklabels=False, showgrid=False)
+    figure.update_xaxes(
+        showticklabels=True, title={"text": "state a row is read at or ends at"}, row=len(names), col=1
+    )
     figure.update_annotations(x=0, xanchor="left", align="left")
     figure.update_layout(barmode="relative", bargap=0, showlegend=False)
     info = comparison.info
     caption = f"{info.quantity} · baseline {info.baseline} · {info.estimator} · {info.model}{_gap(comparison, cells)}"
     return finish(
-        figure, f"{len(names)} methods on {cells.quoted}" if title is None else title, [caption, _deltas(comparison, cells)],
-        template=template, width=width, height=height, body=body,
+        figure,
+        f"{len(names)} methods on {cells.quoted}" if title is None else title,
+        [caption, _deltas(comparison, cells)],
+        template=template,
+        width=width,
+        height=height,
+        body=body,
         margin={"l": 80, "t": 58, "b": 55 + label_space(labels)},
-    )  # fmt: skip
+    )
 
 
 def _heading(name: str, result: Any, cells: Columns) -> str:
@@ -98,11 +113,15 @@ def _line(name: str, result: Any, cells: Columns, n_layers: int, colours: Palett
         shown = "<br>rank %{customdata[1]}"
     return [
         go.Scatter(
-            x=_places(result.ends, n_layers), y=values, mode="lines+markers", name=escape(name), customdata=more,
+            x=_places(result.ends, n_layers),
+            y=values,
+            mode="lines+markers",
+            name=escape(name),
+            customdata=more,
             line={"color": colours.lines[0]},
             hovertemplate=f"<b>%{{customdata[0]}}</b><br>%{{y:.6~g}} {escape(result.unit)}{shown}<extra>{escape(name)}</extra>",
         )
-    ]  # fmt: skip
+    ]
 
 
 def _stack(name: str, result: Any, cells: Columns, n_layers: int, colours: Palette) -> list[Any]:
@@ -113,14 +132,19 @@ def _stack(name: str, result: Any, cells: Columns, n_layers: int, colours: Palet
     start = _starts(ends)
     return [
         go.Bar(
-            x=(start + ends) / 2, y=values[placed], width=(ends - start) * 0.86, name=escape(name),
-            marker={"color": [colours.gain if values[i] >= 0 else colours.loss for i in placed],
-                    "line": {"width": 0.5, "color": colours.paper}},
+            x=(start + ends) / 2,
+            y=values[placed],
+            width=(ends - start) * 0.86,
+            name=escape(name),
+            marker={
+                "color": [colours.gain if values[i] >= 0 else colours.loss for i in placed],
+                "line": {"width": 0.5, "color": colours.paper},
+            },
             customdata=[[full(result.labels[i]), full(result.ends[i])] for i in placed],
             hovertemplate=f"<b>%{{customdata[0]}}</b>, ends at %{{customdata[1]}}<br>%{{y:+.6~g}} {escape(result.unit)}"
             f"<extra>{escape(name)}</extra>",
         )
-    ]  # fmt: skip
+    ]
 
 
 def _starts(ends: np.ndarray) -> np.ndarray:
@@ -142,5 +166,6 @@ def _gap(comparison: Any, cells: Columns) -> str:
 def _deltas(comparison: Any, cells: Columns) -> str:
     parts = {"prob": "Δp", "log_prob": "Δ log p", "logit": "Δ logit"}
     return " · ".join(
-        f"{parts.get(name, name)} = {number(float(cells.of(value)[0]), '+.6g')}" for name, value in comparison.delta.items()
+        f"{parts.get(name, name)} = {number(float(cells.of(value)[0]), '+.6g')}"
+        for name, value in comparison.delta.items()
     )

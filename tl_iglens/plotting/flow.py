@@ -52,35 +52,61 @@ def flow(
             wide = np.abs(amounts[:, k]) > 0.06 * (np.abs(moved).max() or 1)
             figure.add_trace(
                 go.Bar(
-                    x=amounts[:, k], y=rows, orientation="h", name=name, showlegend=k == 0, legendgroup=name,
-                    marker={"color": colour, "opacity": 1 - 0.5 * k / amounts.shape[1], "line": {"width": 1, "color": colours.paper}},
-                    text=[tick(t[k], 12) if w else "" for t, w in zip(texts, wide, strict=True)], textposition="inside",
-                    insidetextanchor="middle", textangle=0, customdata=[full(t[k]) for t in texts],
+                    x=amounts[:, k],
+                    y=rows,
+                    orientation="h",
+                    name=name,
+                    showlegend=k == 0,
+                    legendgroup=name,
+                    marker={
+                        "color": colour,
+                        "opacity": 1 - 0.5 * k / amounts.shape[1],
+                        "line": {"width": 1, "color": colours.paper},
+                    },
+                    text=[tick(t[k], 12) if w else "" for t, w in zip(texts, wide, strict=True)],
+                    textposition="inside",
+                    insidetextanchor="middle",
+                    textangle=0,
+                    customdata=[full(t[k]) for t in texts],
                     hovertemplate=f"<b>%{{y}}</b><br>%{{customdata}} {name} %{{x:+.6f}}<extra></extra>",
                 )
-            )  # fmt: skip
+            )
         rest = sign * moved[kept] - amounts.sum(1)
         figure.add_trace(
             go.Bar(
-                x=np.where(rest * sign > 0, rest, 0), y=rows, orientation="h", showlegend=sign > 0, name="all other tokens",
-                legendgroup="rest", marker={"color": colours.neutral, "opacity": 0.35},
+                x=np.where(rest * sign > 0, rest, 0),
+                y=rows,
+                orientation="h",
+                showlegend=sign > 0,
+                name="all other tokens",
+                legendgroup="rest",
+                marker={"color": colours.neutral, "opacity": 0.35},
                 hovertemplate=f"<b>%{{y}}</b><br>all other tokens {name} %{{x:+.6f}}<extra></extra>",
             )
-        )  # fmt: skip
+        )
     bound = 1.08 * (float(np.abs(moved).max()) or 1)
     labels = [f"{result.labels[s]}  {number(float(moved[s]), '.3f')}" for s in kept]
-    figure.update_yaxes(**{**ticks(labels, length=28), "range": [-0.5, len(kept) - 0.5]}, **AWAY, showgrid=False)
+    figure.update_yaxes(
+        **{**ticks(labels, length=28), "range": [-0.5, len(kept) - 0.5]}, **AWAY, showgrid=False
+    )
     figure.update_yaxes(title={"text": "segment, and the probability it moved", "standoff": 8})
-    figure.update_xaxes(type="linear", range=[-bound, bound], zeroline=True, title={"text": "lost  ←  probability  →  gained"})
+    figure.update_xaxes(
+        type="linear", range=[-bound, bound], zeroline=True, title={"text": "lost  ←  probability  →  gained"}
+    )
     figure.update_layout(barmode="relative", bargap=0.2, legend=LEGEND)
     shown = f"the {len(kept)} of {len(moved)} segments that move most" if len(kept) < len(moved) else ""
     residue = float(cells.of(result.residue)[:, 0].abs().max())
     caption = _caption(result, "prob", f"|Σ over the vocabulary| ≤ {residue:.1e}")
     return finish(
-        figure, f"Where probability goes {cells.after}" if title is None else title, [f"{caption} · {shown}" if shown else caption],
-        template=template, width=width, height=height, body=_ROW_PIXELS * max(5, len(kept)),
+        figure,
+        f"Where probability goes {cells.after}" if title is None else title,
+        [f"{caption} · {shown}" if shown else caption],
+        template=template,
+        width=width,
+        height=height,
+        body=_ROW_PIXELS * max(5, len(kept)),
         margin={"l": 55 + label_space(labels, 12, 28), "b": 95},
-    )  # fmt: skip
+    )
 
 
 def candidates(
@@ -106,26 +132,45 @@ def candidates(
     n_layers, names = track.boundaries[-1], track.candidate_strings[column[0]][column[1]]
     figure = go.Figure()
     for c, name in enumerate(names):
-        rise = ["", *(f"<br>{full(s)}: {number(v, signed(quantity))}" for s, v in zip(track.labels, credits[:, c].tolist(), strict=True))]
+        rise = [
+            "",
+            *(
+                f"<br>{full(s)}: {number(v, signed(quantity))}"
+                for s, v in zip(track.labels, credits[:, c].tolist(), strict=True)
+            ),
+        ]
         figure.add_trace(
             go.Scatter(
-                x=depths(track.point_labels, n_layers), y=levels[:, c], mode="lines+markers", showlegend=True,
+                x=depths(track.point_labels, n_layers),
+                y=levels[:, c],
+                mode="lines+markers",
+                showlegend=True,
                 name=f"{tick(name, 20)}  {number(levels[-1, c].item(), plain(quantity))}",
-                line={"color": colours.lines[c % 6], "dash": DASHES[c // 6 % 6]}, marker={"symbol": c % 6},
+                line={"color": colours.lines[c % 6], "dash": DASHES[c // 6 % 6]},
+                marker={"symbol": c % 6},
                 customdata=[[full(p), r] for p, r in zip(track.point_labels, rise, strict=True)],
                 hovertemplate=f"<b>{full(name)}</b> at %{{customdata[0]}}<br>level %{{y:{plain(quantity)}}}%{{customdata[1]}}"
                 "<extra></extra>",
             )
-        )  # fmt: skip
-    figure.update_xaxes(**depth_axis(track.point_labels, n_layers), title={"text": "state of the residual stream"})
+        )
+    figure.update_xaxes(
+        **depth_axis(track.point_labels, n_layers), title={"text": "state of the residual stream"}
+    )
     figure.update_yaxes(type="linear", zeroline=True, title={"text": unit(quantity)})
-    figure.update_layout(legend={"x": 1.01, "xanchor": "left", "y": 1, "title": {"text": "token, final level"}})
+    figure.update_layout(
+        legend={"x": 1.01, "xanchor": "left", "y": 1, "title": {"text": "token, final level"}}
+    )
     gap = np.abs(credits.sum(0, dtype=np.float64) - (levels[-1].astype(np.float64) - levels[0])).max()
     return finish(
-        figure, f"{len(names)} candidates {cells.after}" if title is None else title,
-        [_caption(track, quantity, f"|Σ − Δ| ≤ {gap:.1e}")], template=template, width=width, height=height, body=380,
+        figure,
+        f"{len(names)} candidates {cells.after}" if title is None else title,
+        [_caption(track, quantity, f"|Σ − Δ| ≤ {gap:.1e}")],
+        template=template,
+        width=width,
+        height=height,
+        body=380,
         margin={"l": 75, "b": 55 + label_space(track.point_labels)},
-    )  # fmt: skip
+    )
 
 
 def _caption(result: Any, quantity: str, gap: str) -> str:

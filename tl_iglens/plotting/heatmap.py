@@ -10,7 +10,20 @@ from plotly.subplots import make_subplots
 from .._checks import fail
 from ._cells import Columns, check_same_cells, columns, ends, is_path
 from ._labels import aliases, full, ticks
-from ._style import AWAY, LEGEND, Palette, array, finish, label_space, limit, number, palette, plain, signed, unit
+from ._style import (
+    AWAY,
+    LEGEND,
+    Palette,
+    array,
+    finish,
+    label_space,
+    limit,
+    number,
+    palette,
+    plain,
+    signed,
+    unit,
+)
 
 WINDOW = 40  # columns in view at first
 _DETAIL_CELLS = 40_000  # up to here every cell carries its levels for the hover
@@ -50,9 +63,17 @@ def heatmap(
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         fail("window", "None or at least 1 column", repr(window), "None shows all tokens at once")
     return draw(
-        result, columns(result, batch), window=window, readout=readout, onset_rule=onset_rule, fraction=fraction,
-        title=title, template=template, width=width, height=height,
-    )  # fmt: skip
+        result,
+        columns(result, batch),
+        window=window,
+        readout=readout,
+        onset_rule=onset_rule,
+        fraction=fraction,
+        title=title,
+        template=template,
+        width=width,
+        height=height,
+    )
 
 
 def draw(
@@ -80,22 +101,32 @@ def draw(
     )  # fmt: skip
     written = len(cells) <= _WRITTEN_COLUMNS and z.size <= _WRITTEN_CELLS
     figure.add_trace(_credits(result, cells, z, colours, readout, written), row=2, col=1)
-    figure.add_trace(_onsets(result, cells, onset_rule, fraction, colours, -0.4 if written else 0), row=2, col=1)
+    figure.add_trace(
+        _onsets(result, cells, onset_rule, fraction, colours, -0.4 if written else 0), row=2, col=1
+    )
     over = array(cells.of(result.attribution).sum(0))
     names = _column_names(result, cells)
     figure.add_trace(_bars(over, names, f"Σ over segments %{{y:{value}}}", colours), row=1, col=1)
     across = array(cells.of(result.attribution).sum(-1))
     names = [f"<b>{full(label)}</b>" for label in result.labels]
-    figure.add_trace(_bars(across, names, f"Σ over tokens %{{x:{value}}}", colours, sideways=True), row=2, col=2)
+    figure.add_trace(
+        _bars(across, names, f"Σ over tokens %{{x:{value}}}", colours, sideways=True), row=2, col=2
+    )
 
     first = 0 if window is None else max(0, len(cells) - window)
     across_axis = ticks if written else aliases
     turned = {"tickangle": -90 if len(cells) > _WRITTEN_COLUMNS else 0, "tickfont": {"size": 11}}
     view = {**turned, "range": [first - 0.5, len(cells) - 0.5], "showgrid": False}
-    below = {**across_axis(cells.tokens), **view, "title": {"text": "token at the analysed position", "standoff": 10}}
+    below = {
+        **across_axis(cells.tokens),
+        **view,
+        "title": {"text": "token at the analysed position", "standoff": 10},
+    }
     above = {**across_axis(cells.targets), **view, "side": "top", "showticklabels": True}
     figure.update_xaxes(**below, row=2, col=1)
-    figure.update_xaxes(**above, title={"text": "target, and Σ of its credits (Δ)", "standoff": 10}, row=1, col=1)
+    figure.update_xaxes(
+        **above, title={"text": "target, and Σ of its credits (Δ)", "standoff": 10}, row=1, col=1
+    )
     every = 1 if height is None and len(z) * _ROW_PIXELS <= _BODY_PIXELS else _every(len(z), height)
     figure.update_yaxes(
         **ticks(result.labels, every=every), title={"text": "segment", "standoff": 8}, showgrid=False, **AWAY,
@@ -103,19 +134,27 @@ def draw(
     )  # fmt: skip
     figure.update_yaxes(type="linear", range=[-0.5, len(z) - 0.5], showticklabels=False, row=2, col=2)
     figure.update_yaxes(type="linear", zeroline=True, nticks=4, row=1, col=1)
-    figure.update_xaxes(type="linear", title={"text": "Σ over tokens", "standoff": 10}, zeroline=True, nticks=4, row=2, col=2)
+    figure.update_xaxes(
+        type="linear", title={"text": "Σ over tokens", "standoff": 10}, zeroline=True, nticks=4, row=2, col=2
+    )
     figure.update_xaxes(visible=False, row=1, col=2)
     figure.update_yaxes(visible=False, row=1, col=2)
     figure.update_layout(dragmode="pan" if first else "zoom", bargap=0.15, legend=LEGEND)
 
-    shown = f"last {len(cells) - first} of {len(cells)} tokens in view, drag sideways for the others" if first else ""
+    shown = (
+        f"last {len(cells) - first} of {len(cells)} tokens in view, drag sideways for the others"
+        if first
+        else ""
+    )
     prompt = f"row {cells.batch} of {len(result.positions)} prompts" if len(result.positions) > 1 else ""
     length = {"t": 58, "b": 95} if not turned["tickangle"] else {"t": 45, "b": 85}
     if turned["tickangle"]:
         length = {"t": 45 + label_space(cells.targets), "b": 75 + label_space(cells.tokens)}
     return finish(
         figure,
-        title if title is not None else f"{unit(result.info.quantity).capitalize()} credit by token and segment",
+        title
+        if title is not None
+        else f"{unit(result.info.quantity).capitalize()} credit by token and segment",
         [result.caption(), " · ".join(filter(None, (prompt, shown)))],
         template=template,
         margin={"l": 40 + label_space(result.labels), "r": 20, **length},
@@ -125,7 +164,9 @@ def draw(
     )
 
 
-def _credits(result: Any, cells: Columns, z: np.ndarray, colours: Palette, readout: Any, written: bool) -> go.Heatmap:
+def _credits(
+    result: Any, cells: Columns, z: np.ndarray, colours: Palette, readout: Any, written: bool
+) -> go.Heatmap:
     value, level = signed(result.info.quantity), plain(result.info.quantity)
     bound = limit(z)
     trace = go.Heatmap(
@@ -148,14 +189,18 @@ def _credits(result: Any, cells: Columns, z: np.ndarray, colours: Palette, reado
             f"credit %{{z:{value}}}<extra></extra>"
         )
     if written:
-        trace.text = [[number(v, "+.3f") if abs(v) >= 0.02 * bound else "" for v in row] for row in z.tolist()]
+        trace.text = [
+            [number(v, "+.3f") if abs(v) >= 0.02 * bound else "" for v in row] for row in z.tolist()
+        ]
         trace.texttemplate = "%{text}"
     return trace
 
 
 def _cell_names(result: Any, cells: Columns, n_segments: int, readout: Any) -> tuple[Any, str]:
     """Per cell its tokens, and what stood at the top where known; with the template that shows them."""
-    names = [f"{full(token)} → {full(target)}" for token, target in zip(cells.tokens, cells.targets, strict=True)]
+    names = [
+        f"{full(token)} → {full(target)}" for token, target in zip(cells.tokens, cells.targets, strict=True)
+    ]
     if readout is not None:
         known = _readings(result, cells, readout)
         texts = [[f"<b>{name}</b>{known[s][c]}" for c, name in enumerate(names)] for s in range(n_segments)]
@@ -185,32 +230,55 @@ def _readings(result: Any, cells: Columns, readout: Any) -> list[list[str]]:
 
 def _column_names(result: Any, cells: Columns) -> list[str]:
     level = plain(result.info.quantity)
-    sides = zip(*(array(cells.of(v)).tolist() for v in (result.levels[0], result.levels[-1], result.model_level)), strict=True)
+    sides = zip(
+        *(array(cells.of(v)).tolist() for v in (result.levels[0], result.levels[-1], result.model_level)),
+        strict=True,
+    )
     return [
         f"<b>{full(token)} → {full(target)}</b><br>place {place} in the prompt<br>"
         f"start {number(start, level)}, end {number(end, level)}, model {number(own, level)}"
-        for token, target, place, (start, end, own) in zip(cells.tokens, cells.targets, cells.places, sides, strict=True)
+        for token, target, place, (start, end, own) in zip(
+            cells.tokens, cells.targets, cells.places, sides, strict=True
+        )
     ]
 
 
-def _onsets(result: Any, cells: Columns, rule: str, fraction: float, colours: Palette, shift: float) -> go.Scatter:
+def _onsets(
+    result: Any, cells: Columns, rule: str, fraction: float, colours: Palette, shift: float
+) -> go.Scatter:
     index = cells.of(result.onset(rule, fraction).index).tolist()
     x = [i for i, segment in enumerate(index) if segment >= 0]
     return go.Scatter(
-        x=[i + shift for i in x], y=[index[i] for i in x], mode="markers", showlegend=True,
+        x=[i + shift for i in x],
+        y=[index[i] for i in x],
+        mode="markers",
+        showlegend=True,
         name=f"onset (rule {rule}, fraction {fraction:g})" if rule != "largest" else "onset (rule largest)",
-        marker={"symbol": "diamond", "size": 8, "color": colours.paper, "line": {"color": colours.ink, "width": 1.5}},
-        text=[full(cells.tokens[i]) for i in x], hovertemplate="<b>%{text}</b><br>onset at %{y}<extra></extra>",
-    )  # fmt: skip
+        marker={
+            "symbol": "diamond",
+            "size": 8,
+            "color": colours.paper,
+            "line": {"color": colours.ink, "width": 1.5},
+        },
+        text=[full(cells.tokens[i]) for i in x],
+        hovertemplate="<b>%{text}</b><br>onset at %{y}<extra></extra>",
+    )
 
 
-def _bars(values: np.ndarray, names: list[str], what: str, colours: Palette, *, sideways: bool = False) -> go.Bar:
+def _bars(
+    values: np.ndarray, names: list[str], what: str, colours: Palette, *, sideways: bool = False
+) -> go.Bar:
     places = list(range(len(values)))
     return go.Bar(
-        x=values if sideways else places, y=places if sideways else values, orientation="h" if sideways else "v",
-        marker={"color": [colours.gain if v >= 0 else colours.loss for v in values]}, showlegend=False,
-        customdata=names, hovertemplate=f"%{{customdata}}<br>{what}<extra></extra>", name="",
-    )  # fmt: skip
+        x=values if sideways else places,
+        y=places if sideways else values,
+        orientation="h" if sideways else "v",
+        marker={"color": [colours.gain if v >= 0 else colours.loss for v in values]},
+        showlegend=False,
+        customdata=names,
+        hovertemplate=f"%{{customdata}}<br>{what}<extra></extra>",
+        name="",
+    )
 
 
 def _every(n_segments: int, height: int | None) -> int:

@@ -49,11 +49,17 @@ def trajectory(
     )  # fmt: skip
     figure.add_trace(
         go.Scatter(
-            x=places, y=levels, mode="lines+markers", name="logit lens (level)", line={"color": colours.lines[0]},
+            x=places,
+            y=levels,
+            mode="lines+markers",
+            name="logit lens (level)",
+            line={"color": colours.lines[0]},
             customdata=[full(label) for label in result.point_labels],
             hovertemplate=f"<b>%{{customdata}}</b><br>level %{{y:{level}}}<extra>logit lens</extra>",
-        ), row=1, col=1,
-    )  # fmt: skip
+        ),
+        row=1,
+        col=1,
+    )
     for turn, (name, other) in enumerate(_named(others).items()):
         x, y, labels = _levels(name, other, result, cells, n_layers)
         line = {"color": colours.lines[1 + turn % 5], "dash": DASHES[1 + turn % 5]}
@@ -75,31 +81,53 @@ def trajectory(
     middle, size = spans(places)
     figure.add_trace(
         go.Bar(
-            x=middle, y=credits, width=size, name="IG-Lens credit", showlegend=False,
+            x=middle,
+            y=credits,
+            width=size,
+            name="IG-Lens credit",
+            showlegend=False,
             marker={"color": [colours.gain if v >= 0 else colours.loss for v in credits]},
             customdata=[[full(s), b] for s, b in zip(result.labels, result.boundaries, strict=True)],
             hovertemplate=f"<b>%{{customdata[0]}}</b>, ends at boundary %{{customdata[1]}}<br>credit %{{y:{value}}}"
             "<extra>IG-Lens</extra>",
-        ), row=2, col=1,
-    )  # fmt: skip
+        ),
+        row=2,
+        col=1,
+    )
     segment = int(cells.of(result.onset().index)[0])
     if segment >= 0:
         for row in (1, 2):
             figure.add_vrect(
-                x0=places[segment], x1=places[segment + 1], fillcolor=colours.lines[2], opacity=0.22, line_width=0,
-                layer="below", row=row, col=1,
-            )  # fmt: skip
+                x0=places[segment],
+                x1=places[segment + 1],
+                fillcolor=colours.lines[2],
+                opacity=0.22,
+                line_width=0,
+                layer="below",
+                row=row,
+                col=1,
+            )
     figure.update_xaxes(**depth_axis(result.point_labels, n_layers))
     figure.update_xaxes(showticklabels=False, row=1, col=1)
     figure.update_xaxes(title={"text": "state of the residual stream"}, row=2, col=1)
     figure.update_yaxes(type="linear", title={"text": unit(quantity)}, zeroline=True)
     figure.update_layout(legend={**LEGEND, "x": 0, "xanchor": "left"}, bargap=0)
-    named = f"band: onset {result.labels[segment]} (rule mass)" if segment >= 0 else "no onset: the credits are all ≈ 0"
+    named = (
+        f"band: onset {result.labels[segment]} (rule mass)"
+        if segment >= 0
+        else "no onset: the credits are all ≈ 0"
+    )
     heading = f"Trajectory of {cells.quoted}"
     return finish(
-        figure, heading if title is None else title, [result.caption(), named], template=template, width=width,
-        height=height, body=430, margin={"t": 40, "b": 75 + label_space(result.point_labels)},
-    )  # fmt: skip
+        figure,
+        heading if title is None else title,
+        [result.caption(), named],
+        template=template,
+        width=width,
+        height=height,
+        body=430,
+        margin={"t": 40, "b": 75 + label_space(result.point_labels)},
+    )
 
 
 def _named(others: Any) -> dict[str, Any]:
@@ -110,7 +138,10 @@ def _named(others: Any) -> dict[str, Any]:
         return {str(name): other for name, other in others.items()}
     several = others if isinstance(others, Sequence) else [others]
     names = [getattr(other, "method", None) or f"baseline {other.info.baseline}" for other in several]
-    return {name if names.count(name) == 1 else f"{name} ({i + 1})": o for i, (name, o) in enumerate(zip(names, several, strict=True))}
+    return {
+        name if names.count(name) == 1 else f"{name} ({i + 1})": o
+        for i, (name, o) in enumerate(zip(names, several, strict=True))
+    }
 
 
 def _levels(
@@ -119,11 +150,20 @@ def _levels(
     """Depths, levels and labels of another result at the same position."""
     todo = "compare the same prompt, position and quantity"
     if getattr(other, "kind", "level") != "level":
-        fail(f"others[{name!r}]", "levels, whose unit and meaning the axis shares", other.kind, "see plotting.comparison")
+        fail(
+            f"others[{name!r}]",
+            "levels, whose unit and meaning the axis shares",
+            other.kind,
+            "see plotting.comparison",
+        )
     values = other.values if hasattr(other, "values") and hasattr(other, "ends") else other.levels
     labels = other.ends if hasattr(other, "ends") else other.point_labels
     check_same_cells(f"others[{name!r}]", values, result, todo)
     theirs = other.info.quantity if hasattr(other, "info") else other.unit
-    if theirs not in (result.info.quantity, unit(result.info.quantity), unit(result.info.quantity).split(" ")[0]):
+    if theirs not in (
+        result.info.quantity,
+        unit(result.info.quantity),
+        unit(result.info.quantity).split(" ")[0],
+    ):
         fail(f"others[{name!r}]", f"in units of {result.info.quantity}", theirs, todo)
     return depths(labels, n_layers), array(cells.of(values)[:, 0]), labels

@@ -38,20 +38,23 @@ def waterfall(
     check_positive("top", top)
     cells, colours, quantity = one(result, batch, pos), palette(template), result.info.quantity
     credit = array(cells.of(result.attribution)[:, 0])
-    start, end, own = (float(cells.of(v)[0]) for v in (result.levels[0], result.levels[-1], result.model_level))
+    start, end, own = (
+        float(cells.of(v)[0]) for v in (result.levels[0], result.levels[-1], result.model_level)
+    )
     kept = _largest(credit, top)
     rest = [i for i in range(len(credit)) if i not in set(kept)]
     gap = float(cells.of(result.delta)[0]) - float(credit.sum(dtype="float64"))
     onset = int(cells.of(result.onset().index)[0]) if is_path(result) else -1
 
+    kind = "segments" if is_path(result) else "components"
     labels = [f"start ({result.point_labels[0]})", *(_name(result, i, onset) for i in kept)]
     amounts = [start, *(credit[i].item() for i in kept)]
     hovers = [f"the path starts at {full(result.point_labels[0])}"]
     hovers += [_details(result, cells, i, quantity) for i in kept]
     if rest:
-        labels.append(f"other, {len(rest)} segments")
+        labels.append(f"other, {len(rest)} {kind}")
         amounts.append(float(credit[rest].sum(dtype="float64")))
-        hovers.append(f"{len(rest)} segments, none with |credit| above {abs(credit[rest]).max():.2g}")
+        hovers.append(f"{len(rest)} {kind}, none with |credit| above {abs(credit[rest]).max():.2g}")
     if abs(gap) >= _GAP * max(1.0, float(abs(credit).sum(dtype="float64"))):
         labels.append("not in the credits")
         amounts.append(gap)
@@ -64,15 +67,24 @@ def waterfall(
     figure = go.Figure()
     figure.add_trace(
         go.Waterfall(
-            orientation="h", x=amounts, y=rows, measure=["absolute", *["relative"] * (len(rows) - 2), "absolute"],
+            orientation="h",
+            x=amounts,
+            y=rows,
+            measure=["absolute", *["relative"] * (len(rows) - 2), "absolute"],
             text=[number(v, value if 0 < i < len(rows) - 1 else value[1:]) for i, v in enumerate(amounts)],
-            textposition="outside", cliponaxis=False, textfont={"size": 12},
-            customdata=hovers, hovertemplate="<b>%{y}</b>: %{text}<br>%{customdata}<extra></extra>",
-            increasing={"marker": {"color": colours.gain}}, decreasing={"marker": {"color": colours.loss}},
-            totals={"marker": {"color": colours.neutral}}, connector={"line": {"color": colours.neutral, "width": 1}},
-            name="credit", showlegend=False,
+            textposition="outside",
+            cliponaxis=False,
+            textfont={"size": 12},
+            customdata=hovers,
+            hovertemplate="<b>%{y}</b>: %{text}<br>%{customdata}<extra></extra>",
+            increasing={"marker": {"color": colours.gain}},
+            decreasing={"marker": {"color": colours.loss}},
+            totals={"marker": {"color": colours.neutral}},
+            connector={"line": {"color": colours.neutral, "width": 1}},
+            name="credit",
+            showlegend=False,
         )
-    )  # fmt: skip
+    )
     figure.add_trace(
         go.Scatter(
             x=[own, own], y=[-0.5, len(rows) - 0.5], mode="lines", showlegend=True,
