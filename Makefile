@@ -16,8 +16,9 @@ export TOKENIZERS_PARALLELISM ?= false
 demo: $(PLAIN)
 	$(BIN)/iglens "What is the capital of Vietnam?"
 
+# Two workers with one thread each use two cores better than one worker with two threads.
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The suite under every supported TransformerLens: 4.3.0, then 3.9.0 and 2.18.0 beside the same torch.
 test-all: $(READY)

@@ -1,9 +1,9 @@
 """Does the IG-Lens onset foretell the layer whose ablation hurts most? The whole study with one command.
 
-``python -m benchmarks.onset_study --out study`` scores and ablates every prompt of ``tl_iglens.prompts`` in both
-demo models (block, attention, MLP × skip, mean, resample × target position, all positions) and writes
+``python -m benchmarks.onset_study --out study`` scores and ablates every prompt of ``tl_iglens.prompts`` in
+both demo models (block, attention, MLP × skip, mean, resample × target position, all positions) and writes
 
-* ``parts/``: one Parquet file per model and run of prompts, so that an interrupted study goes on where it was;
+* ``parts/``: one Parquet file per model and run of prompts, so that a study goes on where it was left;
 * ``layers.parquet``: one row per (model, prompt, unit, layer) with every score and every effect;
 * ``summary.parquet``: every measure with its interval and p-values;
 * ``summary.json``: the protocol, the machine's figures and the headline rows.
@@ -31,8 +31,6 @@ from tl_iglens.sites import Reference, collect_reference
 from tl_iglens.validation import DEFAULT_SCORES, UNITS, PromptScores, judge, prompt_scores
 
 MODELS = {"smollm2": load_demo_model, "gemma": load_gemma}
-MODES = ("skip", "mean", "resample")
-PLACES = ("target", "all")
 RULES = ("mass", "largest", "settled")
 
 
@@ -43,14 +41,17 @@ class Protocol:
     models: tuple[str, ...] = tuple(MODELS)
     prompts: int = len(PROMPTS)
     references: int = 64  # prompts that `mean` averages and `resample` draws from
-    captum: int = 24  # the first so many prompts are also scored by Captum's layer integrated gradients
+    captum: int = 16  # the first so many prompts are also scored by Captum's layer integrated gradients
+    units: tuple[str, ...] = UNITS
+    modes: tuple[str, ...] = ("skip", "mean", "resample")
+    places: tuple[str, ...] = ("target", "all")
     resamples: int = 2000
     seed: int = 0
     chunk: int = 8
 
     @property
     def conditions(self) -> list[tuple[str, str, str]]:
-        return list(product(UNITS, MODES, PLACES))
+        return list(product(self.units, self.modes, self.places))
 
 
 def measured(
@@ -59,12 +60,12 @@ def measured(
     """Scores and effects of a run of prompts: one row per (prompt, unit, layer)."""
     frames = []
     found = {}
-    for unit in UNITS:
+    for unit in protocol.units:
         names = list(DEFAULT_SCORES)
         if unit == "block" and first < protocol.captum:
             names.append("layer_ig")
         found[unit] = prompt_scores(model, chosen, scores=names, unit=unit, seed=protocol.seed)
-    one = found["block"]
+    one = found[protocol.units[0]]
     results = ablate_each(
         model,
         list(one.texts),
@@ -118,7 +119,7 @@ def collect(protocol: Protocol, out: Path, progress: bool = True) -> pd.DataFram
             if loaded != name:
                 model, loaded = MODELS[name](), name
                 others = texts(sample(protocol.references, protocol.seed + 1))
-                reference = collect_reference(model, others, UNITS)
+                reference = collect_reference(model, others, protocol.units)
             chosen = prompts[first : first + protocol.chunk]
             draft = file.with_suffix(".draft")
             measured(model, protocol, first, chosen, reference).assign(model=name).to_parquet(draft)
@@ -129,7 +130,12 @@ def collect(protocol: Protocol, out: Path, progress: bool = True) -> pd.DataFram
 
 def _same_protocol(protocol: Protocol, file: Path) -> None:
     """Parts of another protocol must not be mixed in."""
-    own = {**vars(protocol), "models": None, "resamples": None, "tl_iglens": version("tl-iglens")}
+    own = {
+        **json.loads(json.dumps(vars(protocol))),
+        "models": None,
+        "resamples": None,
+        "tl_iglens": version("tl-iglens"),
+    }
     if file.exists() and json.loads(file.read_text()) != own:
         raise SystemExit(f"{file.parent} holds parts of another protocol; give another --out or remove it")
     file.write_text(json.dumps(own))

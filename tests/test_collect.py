@@ -17,7 +17,9 @@ def close(ours, theirs, tolerance):
 def captured(model, ids, names, **options):
     """What the named hooks see in a plain run."""
     seen = {}
-    hooks = [(name, lambda act, hook, name=name: seen.__setitem__(name, act.detach().clone())) for name in names]
+    hooks = [
+        (name, lambda act, hook, name=name: seen.__setitem__(name, act.detach().clone())) for name in names
+    ]
     with torch.no_grad():
         logits = model.run_with_hooks(torch.as_tensor(ids), fwd_hooks=hooks, **options)
     return seen, logits
@@ -84,7 +86,10 @@ def test_extra_activations(lens_model):
 def test_padded_rows_are_their_solo_runs(lens_model, side, batch_size):
     rows = [IDS, IDS[:3], IDS[2:6]]
     batch = [[2] * (7 - len(r)) + r if side == "left" else r + [2] * (7 - len(r)) for r in rows]
-    mask = [[0] * (7 - len(r)) + [1] * len(r) if side == "left" else [1] * len(r) + [0] * (7 - len(r)) for r in rows]
+    mask = [
+        [0] * (7 - len(r)) + [1] * len(r) if side == "left" else [1] * len(r) + [0] * (7 - len(r))
+        for r in rows
+    ]
     both = collect_states(lens_model, batch, attention_mask=mask, pos_slice=None, batch_size=batch_size)
     assert both.prompts.ids.tolist() == batch
     for b, row in enumerate(rows):
@@ -159,15 +164,26 @@ def test_collected_states_serve_many_analyses(model, pos_slice):
 
 def test_states_of_one_position_are_read_there(lens_model):
     states = collect_states(lens_model, IDS, pos_slice=2)
-    close(ig_lens(lens_model, states=states).attribution, ig_lens(lens_model, IDS, pos_slice=2).attribution, 1e-6)
+    close(
+        ig_lens(lens_model, states=states).attribution,
+        ig_lens(lens_model, IDS, pos_slice=2).attribution,
+        1e-6,
+    )
 
 
 def test_states_of_a_ragged_batch_serve_again(lens_model):
     batch, mask = [IDS, [2] * 4 + IDS[:3]], [[1] * 7, [0] * 4 + [1] * 3]
     states = collect_states(lens_model, batch, attention_mask=mask, pos_slice=None)
-    for options in ({"pos_slice": -1}, {"pos_slice": None}, {"pos_slice": None, "targets": "next"}, {"pos_slice": (0, 2)}):
+    for options in (
+        {"pos_slice": -1},
+        {"pos_slice": None},
+        {"pos_slice": None, "targets": "next"},
+        {"pos_slice": (0, 2)},
+    ):
         reused = ig_lens(lens_model, states=states, **options)
-        close(reused.attribution, ig_lens(lens_model, batch, attention_mask=mask, **options).attribution, 1e-6)
+        close(
+            reused.attribution, ig_lens(lens_model, batch, attention_mask=mask, **options).attribution, 1e-6
+        )
 
 
 @pytest.mark.parametrize("logits", [True, False])
@@ -254,7 +270,9 @@ def test_logits_that_do_not_fit_are_never_kept(lens_model, monkeypatch):
 
 def test_the_unembedding_sees_only_the_asked_positions(lens_model):
     seen = []
-    handle = lens_model.unembed.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape)))
+    handle = lens_model.unembed.register_forward_pre_hook(
+        lambda module, args: seen.append(tuple(args[0].shape))
+    )
     try:
         collect_states(lens_model, IDS, pos_slice=(5, 7))
     finally:
@@ -361,4 +379,7 @@ def test_an_output_that_the_head_does_not_make_is_refused():
 def test_wrong_batch_sizes(lens_model, batch_size):
     with pytest.raises(ValueError) as error:
         ig_lens(lens_model, IDS, batch_size=batch_size)
-    assert str(error.value) == f"batch_size must be a whole number of at least 1, got {batch_size}; give a whole number"
+    assert (
+        str(error.value)
+        == f"batch_size must be a whole number of at least 1, got {batch_size}; give a whole number"
+    )

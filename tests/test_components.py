@@ -166,8 +166,8 @@ def test_credits_are_the_integral(family):
                 ours = dpa(model, IDS, targets=target, pos_slice=position, unit=unit, path=path)
                 expected = integrals(model, path, position, target, blocks)
                 assert ours.labels == tuple(expected)
-                close(ours.attribution[:, 0, 0], torch.tensor(list(expected.values())), 1e-5)
-                assert ours.attribution.abs().max() > 4e-5  # something to be wrong about
+                close(ours.attribution[:, 0, 0], torch.tensor(list(expected.values())), 5e-6)
+                assert ours.attribution.abs().max() > 2e-5  # something to be wrong about
 
 
 @pytest.mark.parametrize("name", ["hooked-LN", "hooked-soft-cap"])
@@ -646,7 +646,7 @@ def test_arguments(lens_model):
             "path='straight'"
         )
     assert message(ValueError, lens_model, IDS, baseline=torch.zeros(2, 1, 32)) == (
-        "baseline must be broadcastable to [batch, pos, d_model]=[1, 1, 32], got shape [2, 1, 32]; collect it at the same "
+        "baseline must be broadcastable to [batch, pos, d_model]=[1, 1, 32], got shape [2, 1, 32]; take it at the analysed "
         "positions"
     )
 

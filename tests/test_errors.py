@@ -179,7 +179,9 @@ def test_a_doubled_bos_warns_and_is_shown(texts):
         "row 0 of input starts with the BOS id 0 twice; pass prepend_bos=False if the text already has it"
     ]
     assert result.tokens.tolist() == [[0, 0, 268, 282]]
-    assert torch.equal(result.attribution, ig_lens(texts, torch.tensor([[0, 0, 268, 282]]), targets=7).attribution)
+    assert torch.equal(
+        result.attribution, ig_lens(texts, torch.tensor([[0, 0, 268, 282]]), targets=7).attribution
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         once = ig_lens(texts, "<s>The cat", prepend_bos=False)
@@ -276,7 +278,10 @@ def test_target_tensors_of_the_wrong_dtype(texts, dtype):
 def test_an_empty_set():
     with pytest.raises(ValueError) as error:
         TokenSet()
-    assert str(error.value) == 'TokenSet must be at least one token, got none; for example TokenSet("Paris", " Paris")'
+    assert (
+        str(error.value)
+        == 'TokenSet must be at least one token, got none; for example TokenSet("Paris", " Paris")'
+    )
 
 
 def test_nothing_follows_the_last_token(texts):
@@ -327,7 +332,9 @@ def test_baselines_that_do_not_fit(texts, shape):
     )
 
 
-@pytest.mark.xfail(strict=True, reason="a micro-batch takes its rows of a baseline before its shape is checked")
+@pytest.mark.xfail(
+    strict=True, reason="a micro-batch takes its rows of a baseline before its shape is checked"
+)
 @pytest.mark.parametrize("states", [False, True])
 def test_baselines_of_more_rows_than_the_input(texts, states):
     baseline = collect_states(texts, [IDS, IDS]) if states else torch.zeros(2, 1, 32)
@@ -341,9 +348,7 @@ def test_baselines_of_more_rows_than_the_input(texts, states):
 
 def test_states_and_input_together(texts):
     states = collect_states(texts, IDS)
-    message = (
-        "input must be None where states is given, got both; states already hold their prompt, mask and interventions"
-    )
+    message = "input must be None where states is given, got both; states already hold their prompt, mask and interventions"
     assert refused(texts, IDS, states=states) == message
     assert refused(texts, attention_mask=[[1] * 7], states=states) == message
     assert refused(texts, states=states, fwd_hooks=[("hook_embed", lambda act, hook: act)]) == message

@@ -71,9 +71,7 @@ def test_rules_equal_a_loop(rule, n_steps):
     assert credits.steps.shape == (3, n_steps)
 
 
-@pytest.mark.parametrize(
-    ("rule", "order"), [("left", 1), ("right", 1), ("trapezoid", 2), ("midpoint", 2)]
-)
+@pytest.mark.parametrize(("rule", "order"), [("left", 1), ("right", 1), ("trapezoid", 2), ("midpoint", 2)])
 def test_rules_converge_with_their_order(rule, order):
     states = path(4, 6)
     exact = segment_credits(smooth, states).attribution
@@ -116,7 +114,8 @@ def test_a_jump_defeats_quadrature_but_not_observed_change():
 
     states = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
     midpoint = [
-        float(segment_credits(jump, states, estimator="midpoint", n_steps=n).attribution) for n in (10, 50, 200)
+        float(segment_credits(jump, states, estimator="midpoint", n_steps=n).attribution)
+        for n in (10, 50, 200)
     ]
     assert midpoint[0] in (0.0, 10.0) and midpoint[1] == 2.0  # one node of spacing 0.02 in a slope of 100
     assert abs(midpoint[2] - 1) < 1e-9
@@ -173,7 +172,9 @@ def test_gradients_come_from_value_and_grad_where_given(rule):
 
     given = segment_credits(smooth, states, estimator=rule, n_steps=4, value_and_grad=value_and_grad)
     assert sum(calls) == (12 if rule in ("midpoint", "gauss_legendre") else 13)
-    assert torch.equal(given.attribution, segment_credits(smooth, states, estimator=rule, n_steps=4).attribution)
+    assert torch.equal(
+        given.attribution, segment_credits(smooth, states, estimator=rule, n_steps=4).attribution
+    )
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
@@ -213,4 +214,6 @@ def test_wrong_options(options, message):
 def test_a_path_needs_two_points():
     with pytest.raises(ValueError) as error:
         segment_credits(smooth, path(1, 6))
-    assert str(error.value) == "states must be at least two points, got (1, 6); a path needs a start and an end"
+    assert (
+        str(error.value) == "states must be at least two points, got (1, 6); a path needs a start and an end"
+    )

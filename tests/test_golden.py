@@ -41,7 +41,9 @@ def test_exact_credits_agree(smollm2, case):
     assert len(result.labels) == len(case["layers"]) + 1  # the last boundary is added
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if "credits_midpoint_64" in c], ids=name)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if "credits_midpoint_64" in c and c["layers"][0] == 5], ids=name
+)
 def test_midpoint_credits_agree(smollm2, case):
     ours, _ = credits(smollm2, case, estimator="midpoint", n_steps=64)
     torch.testing.assert_close(ours, torch.tensor(case["credits_midpoint_64"]), rtol=0, atol=1e-4)
@@ -50,10 +52,8 @@ def test_midpoint_credits_agree(smollm2, case):
 def test_the_last_state_is_normalised_once(smollm2):
     """What the reference gets wrong: its last level is 0.0055 here, the model's own is 0.7725."""
     result = ig_lens(smollm2, "The capital of France is", targets=" Paris", prepend_bos=False)
-    twice = smollm2.ln_final(
-        smollm2.ln_final(_last_state(smollm2, result.tokens))
-    )
     with torch.no_grad():
+        twice = smollm2.ln_final(smollm2.ln_final(_last_state(smollm2, result.tokens)))
         wrong = smollm2.unembed(twice)[0, -1].softmax(-1)[int(result.targets)]
     assert abs(float(result.levels[-1]) - 0.7725) < 2e-4 and abs(float(wrong) - 0.0055) < 5e-4
 

@@ -61,14 +61,20 @@ def test_imports_point_upward(module, file):
 
 
 def test_the_walk_sees_imports():
-    assert {"_checks", "path", "estimators", "readout", "collect"} <= set(imported("lens", PACKAGE / "lens.py"))
+    assert {"_checks", "path", "estimators", "readout", "collect"} <= set(
+        imported("lens", PACKAGE / "lens.py")
+    )
 
 
 def test_hooks_are_added_in_two_modules():
     for module, file in modules():
         if module not in ("collect", "ablation", "readout"):
-            names = {n.attr for n in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(n, ast.Attribute)}
-            assert names.isdisjoint({"register_forward_hook", "register_forward_pre_hook", "add_hook"}), module
+            names = {
+                n.attr for n in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(n, ast.Attribute)
+            }
+            assert names.isdisjoint({"register_forward_hook", "register_forward_pre_hook", "add_hook"}), (
+                module
+            )
 
 
 @pytest.mark.parametrize("banned", ["print", "breakpoint"])

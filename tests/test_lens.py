@@ -59,7 +59,13 @@ def test_credits_sum_to_the_change(model, n_steps):
 
 @pytest.mark.parametrize("quantity", QUANTITIES)
 def test_credits_of_a_double_model_sum_to_rounding(double_model, quantity):
-    for options in ({}, {"n_steps": 4}, {"batch_size": 1}, {"tile_bytes": 1}, {"incl_mid": has_mid(double_model)}):
+    for options in (
+        {},
+        {"n_steps": 4},
+        {"batch_size": 1},
+        {"tile_bytes": 1},
+        {"incl_mid": has_mid(double_model)},
+    ):
         result = ig_lens(double_model, [IDS, IDS[::-1]], pos_slice=None, quantity=quantity, **options)
         assert result.attribution.dtype == torch.float64 and result.info.dtype == "float64"
         assert result.completeness_gap.abs().max() <= 1e-12
@@ -264,12 +270,18 @@ def test_micro_batches_change_nothing(lens_model, targets, batch_size):
         assert parts.target_strings == whole.target_strings and parts.token_strings == whole.token_strings
 
 
-@pytest.mark.xfail(strict=True, reason="read_path concatenates nothing when a micro-batch has no analysed cell")
+@pytest.mark.xfail(
+    strict=True, reason="read_path concatenates nothing when a micro-batch has no analysed cell"
+)
 @pytest.mark.parametrize("targets", [None, "next"])
 def test_micro_batches_without_any_position(lens_model, targets):
     batch = torch.tensor([IDS[:1] + [2] * 6, IDS])
     mask = [[1] + [0] * 6, [1] * 7]
-    options = {"attention_mask": mask, "pos_slice": (1, None) if targets is None else None, "targets": targets}
+    options = {
+        "attention_mask": mask,
+        "pos_slice": (1, None) if targets is None else None,
+        "targets": targets,
+    }
     whole = ig_lens(lens_model, batch, **options)
     parts = ig_lens(lens_model, batch, batch_size=1, **options)
     close(parts.attribution, whole.attribution, 1e-6)
@@ -369,8 +381,15 @@ def test_vocabularies_that_tiles_do_not_divide(d_vocab):
 @pytest.mark.parametrize("family", BRIDGED)
 def test_processed_weights_give_the_same_credits_on_a_bridge(family):
     raw, processed = small_model(f"{family}-raw"), small_model(f"{family}-compat")
-    for options in ({"baseline": "mean"}, {"baseline": "zero"}, {"estimator": "gauss_legendre", "n_steps": 4}):
-        a, b = (ig_lens(m, IDS, targets=torch.tensor(TARGETS), pos_slice=None, **options) for m in (raw, processed))
+    for options in (
+        {"baseline": "mean"},
+        {"baseline": "zero"},
+        {"estimator": "gauss_legendre", "n_steps": 4},
+    ):
+        a, b = (
+            ig_lens(m, IDS, targets=torch.tensor(TARGETS), pos_slice=None, **options)
+            for m in (raw, processed)
+        )
         if family == "cohere" and not IS_4:
             close(a.attribution, b.attribution, 1e-3)  # the forward passes of 3.9 themselves differ
         else:
@@ -447,7 +466,9 @@ def test_probabilities_of_a_set_add_up(lens_model):
     assert both.target_strings[0][0].startswith("{") and "−" in less.target_strings[0][0]
 
 
-@pytest.mark.parametrize("targets", [[1, 2, 3], torch.tensor([1, 2, 3]), torch.tensor([[1], [2], [3]])], ids=str)
+@pytest.mark.parametrize(
+    "targets", [[1, 2, 3], torch.tensor([1, 2, 3]), torch.tensor([[1], [2], [3]])], ids=str
+)
 def test_one_target_per_row(lens_model, targets):
     rows = [IDS, IDS[::-1], IDS[1:] + [3]]
     together = ig_lens(lens_model, torch.tensor(rows), targets=targets)

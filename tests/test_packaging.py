@@ -45,7 +45,13 @@ def test_the_wheel_holds_every_module_and_the_typing_marker(built):
 def test_the_sdist_can_be_built_and_tested_from(built):
     source, _, _, _ = built
     assert modules() <= source
-    assert {"pyproject.toml", "README.md", "LICENSE", "tests/conftest.py", "tests/data/golden_smollm2.json"} <= source
+    assert {
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "tests/conftest.py",
+        "tests/data/golden_smollm2.json",
+    } <= source
 
 
 def test_metadata(built):

@@ -55,7 +55,9 @@ def test_partials_are_the_derivatives(quantity, group):
     by_z, by_log_z = torch.autograd.grad(f.value(z, log_z).sum(), (z, log_z), allow_unused=True)
     mine = f.partials(z.detach(), log_z.detach())
     torch.testing.assert_close(mine[0], by_z, rtol=0, atol=1e-12)
-    torch.testing.assert_close(mine[1], torch.zeros_like(log_z) if by_log_z is None else by_log_z, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        mine[1], torch.zeros_like(log_z) if by_log_z is None else by_log_z, rtol=0, atol=1e-12
+    )
     assert f.needs_partition == (by_log_z is not None and bool((by_log_z != 0).any()))
 
 

@@ -59,7 +59,9 @@ def test_value_is_the_softmax_of_the_models_modules(name, tile_bytes):
     close(readout.model_logits(h.flatten(0, 1)), logits.flatten(0, 1), 1e-5)
 
 
-@pytest.mark.parametrize("name", ["hooked-LN", "hooked-soft-cap", "hooked-eps", "gemma2-raw", "phi-raw", "gpt2-raw"])
+@pytest.mark.parametrize(
+    "name", ["hooked-LN", "hooked-soft-cap", "hooked-eps", "gemma2-raw", "phi-raw", "gpt2-raw"]
+)
 def test_value_is_the_float64_reference(name):
     model = small_model(name)
     h = some_states(model)
@@ -118,7 +120,11 @@ def test_gradient_at_states_of_any_size(name, scale):
 
 def test_gradient_of_a_capped_head():
     for cap in (0.5, 3.0, 50.0):
-        model = bridge("gemma2", final_logit_softcapping=cap) if IS_4 else hooked("RMS", output_logits_soft_cap=cap)
+        model = (
+            bridge("gemma2", final_logit_softcapping=cap)
+            if IS_4
+            else hooked("RMS", output_logits_soft_cap=cap)
+        )
         h = some_states(model).requires_grad_(True)
         (expected,) = torch.autograd.grad(fully(model, h).log_softmax(-1)[..., 7].sum(), h)
         _, gradient = Readout(model).value_and_grad(h.detach(), objective("log_prob", 2))
@@ -196,7 +202,11 @@ def test_float16_states_whose_squares_overflow_stay_finite():
 
 
 def test_small_probabilities_of_a_half_precision_model_are_kept():
-    model = hooked("LN", dtype=torch.float16) if not IS_4 else bridge("gpt2", dtype=torch.float16, tie_word_embeddings=False)
+    model = (
+        hooked("LN", dtype=torch.float16)
+        if not IS_4
+        else bridge("gpt2", dtype=torch.float16, tie_word_embeddings=False)
+    )
     with torch.no_grad():
         model.W_U.mul_(3)
     ids = IDS
@@ -239,7 +249,9 @@ def test_hooks_of_the_caller_are_set_aside_and_put_back():
     model = small_model("gpt2-raw" if IS_4 else "hooked-LN")
     seen = []
     handle = model.ln_final.register_forward_hook(lambda *args: seen.append("torch"))
-    model.add_hook(next(n for n in model.hook_dict if n.startswith("ln_final.")), lambda act, hook: seen.append("tl"))
+    model.add_hook(
+        next(n for n in model.hook_dict if n.startswith("ln_final.")), lambda act, hook: seen.append("tl")
+    )
     h = some_states(model)
     try:
         with no_trace(model):

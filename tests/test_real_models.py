@@ -76,11 +76,11 @@ def test_levels_are_the_logit_lens_of_transformer_lens(real):
     name, model = real
     for text in TEXTS[name][:2]:
         result = ig_lens(model, text, pos_slice=None)
-        with torch.no_grad():
-            theirs = logit_lens(model, result.tokens, return_type="probs")
-        probs = getattr(theirs, "values", getattr(theirs, "probs", theirs))
-        levels = probs.gather(-1, result.targets.expand(len(probs), -1, -1)[..., None])[..., 0]
-        close(result.levels[-len(levels):], levels, 2e-5)
+        theirs = logit_lens(
+            model, result.tokens, return_type="probs", positions=None, targets=result.targets[0]
+        )
+        assert tuple(theirs.labels) == result.point_labels
+        close(result.levels, theirs.values[..., 0], 2e-5)
 
 
 @pytest.mark.parametrize("baseline", ["embed", "zero", "mean", "bos"])
@@ -124,14 +124,17 @@ def test_identity_block(real):
 
 def test_gradient_rules_converge(real):
     name, model = real
-    options = {"layers": [len(model.blocks) - 2, len(model.blocks) - 1], "quantity": "log_prob"}
+    n = len(model.blocks)
+    options = {"layers": [n // 3, 2 * n // 3, n - 1]}
     exact = ig_lens(model, TEXTS[name][0], **options).attribution
-    for rule, bound in (("midpoint", 2e-2), ("gauss_legendre", 2e-2)):
+    for rule, bound in (("midpoint", 2e-2), ("gauss_legendre", 5e-3)):
         coarse, fine = (
-            (ig_lens(model, TEXTS[name][0], estimator=rule, n_steps=n, **options).attribution - exact).abs().max()
+            (ig_lens(model, TEXTS[name][0], estimator=rule, n_steps=n, **options).attribution - exact)
+            .abs()
+            .max()
             for n in (2, 32)
         )
-        assert fine < coarse and fine < bound
+        assert fine < coarse / 4 and fine < bound
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -173,6 +176,7 @@ def test_no_trace(real):
 
 
 MEMORY = """
+import sys
 import torch
 from tl_iglens import collect_states, ig_lens
 from tl_iglens.demo import load_gemma
@@ -182,11 +186,11 @@ def status(field):
         return next(int(line.split()[1]) for line in file if line.startswith(field)) / 1024
 
 torch.set_num_threads(1)
-model = load_gemma()
-ids = torch.randint(10, 200_000, (1, 512), generator=torch.Generator().manual_seed(0))
+model, n = load_gemma(), int(sys.argv[1])
+ids = torch.randint(10, 200_000, (1, n), generator=torch.Generator().manual_seed(0))
 targets = ids.roll(-1, 1)
 states = collect_states(model, ids, pos_slice=None)
-ig_lens(model, states=states.at(torch.tensor([[511]])), targets=targets[:, -1:])  # libraries and buffers warm
+ig_lens(model, states=states.at(torch.tensor([[n - 1]])), targets=targets[:, -1:])  # libraries and buffers warm
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")
 before = status("VmRSS")
@@ -195,12 +199,21 @@ print(status("VmHWM") - before, tuple(result.levels.shape), float(result.complet
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux' /proc")
-def test_reading_512_positions_of_a_large_vocabulary_stays_small(gemma):
+FULL = pytest.mark.skipif(
+    not os.environ.get("TL_IGLENS_SLOW"), reason="set TL_IGLENS_SLOW=1 for the two minutes it takes"
+)
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux' /proc"
+)
+@pytest.mark.parametrize("n_positions", [64, pytest.param(512, marks=FULL)])
+def test_reading_a_large_vocabulary_stays_small(gemma, n_positions):
+    """All layers of many positions; 64 already fill a block of rows, beyond which memory does not grow."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    found = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-c", MEMORY, str(n_positions)]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert found.returncode == 0, found.stderr[-2000:]
     peak, rest = found.stdout.split(maxsplit=1)
-    print(found.stdout)
-    assert rest.startswith("(19, 1, 512)")
-    assert float(peak) <= 256  # MiB; one float32 row of logits for each of the states would be 9.7 GiB
+    assert rest.startswith(f"(19, 1, {n_positions})")
+    assert float(peak) <= 256  # MiB; float32 logits of 64 positions alone would be 1.2 GiB over the layers

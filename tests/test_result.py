@@ -100,7 +100,9 @@ def test_wrong_onset_options():
     for fraction in (0.0, 1.5, -1.0):
         with pytest.raises(ValueError) as error:
             made([0.1, 0.2]).onset(fraction=fraction)
-        assert str(error.value) == f"fraction must be above 0 and at most 1, got {fraction}; 0.5 is the paper's"
+        assert (
+            str(error.value) == f"fraction must be above 0 and at most 1, got {fraction}; 0.5 is the paper's"
+        )
 
 
 # --- derived figures -----------------------------------------------------------------------------------
@@ -160,7 +162,9 @@ def same(a, b):
     for field in dataclasses.fields(IGLensResult):
         x, y = getattr(a, field.name), getattr(b, field.name)
         if isinstance(x, torch.Tensor):
-            assert x.dtype == y.dtype and torch.equal(torch.nan_to_num(x, nan=7.0), torch.nan_to_num(y, nan=7.0))
+            assert x.dtype == y.dtype and torch.equal(
+                torch.nan_to_num(x, nan=7.0), torch.nan_to_num(y, nan=7.0)
+            )
             assert torch.equal(x.isnan(), y.isnan())
         else:
             assert x == y and type(x) is type(y), field.name
@@ -243,7 +247,9 @@ def rewrite(path, **changes):
 
     with safe_open(str(path), "pt") as file:
         meta = file.metadata()
-    save_file(load_file(path), str(path), metadata={k: v for k, v in (meta | changes).items() if v is not None})
+    save_file(
+        load_file(path), str(path), metadata={k: v for k, v in (meta | changes).items() if v is not None}
+    )
 
 
 def test_newer_files(tmp_path):
@@ -270,7 +276,9 @@ def test_unknown_fields_of_a_file_are_ignored(tmp_path):
 def test_damaged_metadata(tmp_path, changes):
     path = made([0.1, 0.2]).save(tmp_path / "r.safetensors")
     rewrite(path, **changes)
-    with pytest.raises(ValueError, match=r"^path must be a result file, got .*r\.safetensors \(.*\); give a file"):
+    with pytest.raises(
+        ValueError, match=r"^path must be a result file, got .*r\.safetensors \(.*\); give a file"
+    ):
         IGLensResult.load(path)
 
 

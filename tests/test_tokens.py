@@ -76,7 +76,9 @@ def test_text_is_read_alike_whatever_the_padding_side_of_the_tokenizer(side):
     assert read.spans[0] == (0, 3)
 
 
-@pytest.mark.parametrize("prepend_bos, ids", [(None, [0, 268, 282]), (True, [0, 268, 282]), (False, [268, 282])])
+@pytest.mark.parametrize(
+    "prepend_bos, ids", [(None, [0, 268, 282]), (True, [0, 268, 282]), (False, [268, 282])]
+)
 def test_prepend_bos(br, prepend_bos, ids):
     assert read_prompts(br, "The cat", prepend_bos=prepend_bos).ids.tolist() == [ids]
 
@@ -125,7 +127,9 @@ def test_slices_are_those_of_transformer_lens_on_the_real_tokens(pos_slice, side
     found = select_positions(batch, pos_slice)
     for b, row in enumerate(rows):
         given = pos_slice.numpy() if isinstance(pos_slice, torch.Tensor) else pos_slice
-        theirs = Slice(list(given) if isinstance(given, np.ndarray) else given).apply(torch.tensor(row), dim=0)
+        theirs = Slice(list(given) if isinstance(given, np.ndarray) else given).apply(
+            torch.tensor(row), dim=0
+        )
         mine = [int(batch.ids[b, p]) for p in found[b] if p >= 0]
         assert mine == torch.atleast_1d(theirs).tolist()
     assert torch.equal(select_positions(batch, Slice(-1)), select_positions(batch, -1))

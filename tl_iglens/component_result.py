@@ -12,7 +12,7 @@ from .windows import Window
 OTHER = "other"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ComponentResult(IGLensResult):
     """An ``IGLensResult`` whose rows are components: signed credits in units of ``info.quantity``.
 
@@ -93,12 +93,12 @@ class Table:
         self.ids[window.rows, window.columns] = found.ids
 
 
-def largest(size: Float[Tensor, "component"], top_k: int) -> Int[Tensor, "component"]:
+def largest(size: Float[Tensor, "component"], top_k: int) -> Int[Tensor, "kept"]:
     """The rows with the largest |credit|, in their own order."""
     return size.topk(min(top_k, len(size))).indices.sort().values
 
 
-def reduced(found: Credits, kept: Int[Tensor, "component"]) -> Credits:
+def reduced(found: Credits, kept: Int[Tensor, "kept"]) -> Credits:
     """Only the kept rows, and one row per block for all others of it."""
     dropped = torch.ones(len(found.credit), dtype=torch.bool, device=found.credit.device)
     dropped[kept] = False

@@ -37,8 +37,8 @@ def write_report(
 ) -> FilePath:
     """Write a result as one self-contained HTML page below 6 MB and return its path.
 
-    Of results too large for that, each prompt's last tokens are shown, and the page says how many; ``save`` keeps
-    all of them.
+    Of results too large for that, each prompt's last tokens are shown, and the page says how many; ``save``
+    keeps all of them.
 
     Args:
         result: what ``ig_lens``, ``explain_generation`` or ``direct_probability_attribution`` returned.
@@ -69,8 +69,9 @@ def _page(result: IGLensResult, title: str | None, rule: str, fraction: float) -
     note = ""
     if left_out:
         note = (
-            f"<p class='soft'><b>{left_out} analysed tokens are not on this page</b>, to keep it below 6 MB: it shows "
-            f"the last {per_row} of each of {len(rows)} of {len(result.positions)} prompts. Sums over tokens are over those.</p>"
+            f"<p class='soft'><b>{left_out} analysed tokens are not on this page</b>, to keep it below 6 MB: "
+            f"it shows the last {per_row} of each of {len(rows)} of {len(result.positions)} prompts, and "
+            "sums over tokens are sums over those.</p>"
         )
     shades = [_shade(i / max(1, len(result.labels) - 1)) for i in range(len(result.labels))]
     parts = {
@@ -136,7 +137,8 @@ def _prompt(result: IGLensResult, b: int, cells: list[tuple[int, int]], onset: A
             segment = int(onset.index[cells[number[place]]])
             shade = f"o{segment}" if segment >= 0 else "o-none"
             pieces.append(
-                f"<button type='button' class='tok {shade}' data-cell='{number[place]}'>{_text(text)}</button>"
+                f"<button type='button' class='tok {shade}' data-cell='{number[place]}'>"
+                f"{_text(text)}</button>"
             )
         else:
             pieces.append(f"<span class='tok'>{_text(text)}</span>")
@@ -176,7 +178,8 @@ def _table(result: IGLensResult, cells: list[tuple[int, int]], onset: Any) -> st
             _cell(_number(result, delta, signed=True), "n"),
             _cell(_text(onset.labels[b][p])),
             _cell(
-                f"{_text(result.labels[largest])} {_number(result, result.attribution[largest, b, p], signed=True)}"
+                f"{_text(result.labels[largest])} "
+                + _number(result, result.attribution[largest, b, p], signed=True)
             ),
             _cell(f"{float(cancellation[b, p]):.2f}".replace("nan", "undefined"), "n"),
         ]

@@ -46,7 +46,7 @@ class RunInfo:
         return self.estimator == "prediction_aware"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class IGLensResult:
     """Signed credits of the segments of a path, in units of ``info.quantity``; all tensors on the CPU.
 
@@ -203,6 +203,10 @@ class IGLensResult:
             f"{self.info.quantity} · baseline {self.info.baseline} · {self.info.estimator}{steps} · "
             f"{self.info.model} · |Σ − Δ| ≤ {gap:.1e}"
         )
+
+    def __repr__(self) -> str:
+        segments, batch, pos = self.attribution.shape
+        return f"{type(self).__name__}({segments} segments × {batch} rows × {pos} positions; {self.caption()})"
 
     def _repr_html_(self) -> str:
         """A receipt per analysed token for notebooks (at most twelve), text escaped."""

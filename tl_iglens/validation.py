@@ -1,9 +1,9 @@
 """validate_onset: does the layer where the credits place a token depend most on being there?
 
 Credits along the stream say where the model's own readout begins to see a token; an ablation says what the
-prediction loses without a layer, above it included. The paper (arXiv 2606.29693) leaves open whether the one
-foretells the other and proposes the test: ablating the onset layer should suppress the target's probability more
-than ablating layers with lower scores. This module runs it for any score, for or against the method.
+prediction loses without a layer, with all that the layers above make of it. The paper (arXiv 2606.29693) leaves
+open whether the one foretells the other and proposes the test: ablating the onset layer should suppress the
+target's probability more than ablating layers with lower scores. It can come out either way, for any score.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -134,9 +134,9 @@ class PromptScores:
 class OnsetStudy:
     """Scores against ablation effects, layer by layer and prompt by prompt, with their statistics.
 
-    ``statistics`` rows are (score, layers, stratum, measure, estimate, low, high, chance, p, p_holm, n). A score
-    is judged by its highest-scored layer; ``onset:<rule>`` by the layer that rule of ``IGLensResult.onset``
-    names, against the layers whose credit is lower.
+    ``statistics`` rows are (score, layers, stratum, measure, estimate, low, high, chance, p, p_holm, n). A
+    score is judged by its highest-scored layer; ``onset:<rule>`` by the layer that this rule of
+    ``IGLensResult.onset`` names, against the layers whose credit is lower.
     """
 
     scores: Float[Tensor, "score prompt layer"]
@@ -158,8 +158,9 @@ class OnsetStudy:
     ) -> pd.DataFrame:
         """One row per (score, layers, stratum, measure) with its interval and p-values, optionally filtered.
 
-        ``estimate`` is a mean over the ``n`` prompts where the measure is defined, ``low`` and ``high`` its 95 %
-        bootstrap interval, ``p`` the permutation p-value, ``p_holm`` corrected for the number of scores.
+        ``estimate`` is a mean over the ``n`` prompts where the measure is defined, ``low`` and ``high`` its
+        95 % bootstrap interval, ``chance`` its mean when effects are dealt at random within prompts, ``p`` the
+        permutation p-value and ``p_holm`` the same corrected for the number of scores.
         """
         frame = pd.DataFrame(list(self.statistics), columns=_COLUMNS)
         for column, wanted in (("measure", measure), ("stratum", stratum), ("layers", layers)):

@@ -34,7 +34,7 @@ class Columns:
 
     def of(self, values: Any) -> Any:
         """The values ``[..., batch, pos]`` of these columns, ``[..., column]``."""
-        return values[..., self.batch, list(self.index)]
+        return values.detach()[..., self.batch, list(self.index)]
 
 
 def columns(result: Any, batch: int = 0, last: int | None = None) -> Columns:

@@ -30,7 +30,7 @@ def ablation(
 
     * An AblationResult alone: the effect of every site in order of depth.
     * An AblationResult with ``credits``: one mark per site, credit against effect; the onset has a diamond.
-    * An OnsetStudy: its measures with their 95 % intervals beside chance, and under them the credit and effect
+    * An OnsetStudy: its measures with their 95 % intervals beside chance; under them the credit and effect
       of every layer of every prompt; layers that the mass rule names have a diamond.
 
     Args:

@@ -10,7 +10,7 @@ from plotly.subplots import make_subplots
 from .._checks import fail
 from ._cells import one
 from ._labels import aliases, full, ticks, visible
-from ._style import AWAY, LEGEND, array, finish, label_space, limit, palette, plain, signed, unit
+from ._style import AWAY, LEGEND, array, finish, hover, label_space, limit, palette, plain, signed, unit
 
 _ROW_PIXELS = 38
 
@@ -30,8 +30,8 @@ def baselines(
     The states of the run are the same, so only the segments that touch the baseline, Δ and the onset change.
 
     Args:
-        results: IGLensResults of the same prompt, position, target and quantity, by name or in a sequence (named by
-            their baselines). A segment that a path does not have is left empty.
+        results: IGLensResults of the same prompt, position, target and quantity, by name or in a sequence
+            (named by their baselines). A segment that a path does not have is left empty.
         batch, pos: which analysed position; −1 is the row's last.
     """
     named = _named(results)
@@ -109,7 +109,9 @@ def baselines(
                 name=name,
                 marker={"symbol": symbol, "size": 10, "color": colour},
                 customdata=[b - a for a, b in zip(start, end, strict=True)],
-                hovertemplate=f"baseline <b>%{{y}}</b><br>{name} %{{x:{level}}}<br>Δ %{{customdata:{value}}}<extra></extra>",
+                hovertemplate=hover(
+                    "baseline <b>%{y}</b>", f"{name} %{{x:{level}}}", f"Δ %{{customdata:{value}}}"
+                ),
             ),
             row=1,
             col=2,

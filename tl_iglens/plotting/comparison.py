@@ -11,7 +11,7 @@ from .._checks import fail
 from ._cells import Columns, one
 from ._depth import depth, depth_axis
 from ._labels import escape, full, shorten
-from ._style import Palette, array, finish, label_space, number, palette
+from ._style import Palette, array, finish, hover, label_space, number, palette
 
 _PANEL_PIXELS, _GAP_PIXELS = 150, 62
 
@@ -29,8 +29,8 @@ def comparison(
 ) -> go.Figure:
     """One panel per method with its own axis and unit, aligned by the state a row is read at or ends at.
 
-    Levels are lines, additive parts bars (parts that end at the same state stand on one another). The line under
-    each name says what the rows of that method sum to, and what that sum should be.
+    Levels are lines, additive parts bars (parts that end at the same state stand on one another). The line
+    under each name says what the rows of that method sum to, and what that sum should be.
 
     Args:
         comparison: a Comparison, as ``compare`` returns it.
@@ -75,7 +75,8 @@ def comparison(
     figure.update_annotations(x=0, xanchor="left", align="left")
     figure.update_layout(barmode="relative", bargap=0, showlegend=False)
     info = comparison.info
-    caption = f"{info.quantity} · baseline {info.baseline} · {info.estimator} · {info.model}{_gap(comparison, cells)}"
+    question = f"{info.quantity} · baseline {info.baseline} · {info.estimator} · {info.model}"
+    caption = question + _gap(comparison, cells)
     return finish(
         figure,
         f"{len(names)} methods on {cells.quoted}" if title is None else title,
@@ -119,13 +120,15 @@ def _line(name: str, result: Any, cells: Columns, n_layers: int, colours: Palett
             name=escape(name),
             customdata=more,
             line={"color": colours.lines[0]},
-            hovertemplate=f"<b>%{{customdata[0]}}</b><br>%{{y:.6~g}} {escape(result.unit)}{shown}<extra>{escape(name)}</extra>",
+            hovertemplate=hover(
+                "<b>%{customdata[0]}</b>", f"%{{y:.6~g}} {escape(result.unit)}{shown}", name=escape(name)
+            ),
         )
     ]
 
 
 def _stack(name: str, result: Any, cells: Columns, n_layers: int, colours: Palette) -> list[Any]:
-    """Bars of the segments that end at each state; rows without a place on the path are left to the heading."""
+    """Bars of the segments that end at each state; rows without a place there are left to the heading."""
     values = array(cells.of(result.values)[:, 0])
     placed = [i for i, end in enumerate(result.ends) if end]
     ends = _places([result.ends[i] for i in placed], n_layers)
@@ -141,14 +144,17 @@ def _stack(name: str, result: Any, cells: Columns, n_layers: int, colours: Palet
                 "line": {"width": 0.5, "color": colours.paper},
             },
             customdata=[[full(result.labels[i]), full(result.ends[i])] for i in placed],
-            hovertemplate=f"<b>%{{customdata[0]}}</b>, ends at %{{customdata[1]}}<br>%{{y:+.6~g}} {escape(result.unit)}"
-            f"<extra>{escape(name)}</extra>",
+            hovertemplate=hover(
+                "<b>%{customdata[0]}</b>, ends at %{customdata[1]}",
+                f"%{{y:+.6~g}} {escape(result.unit)}",
+                name=escape(name),
+            ),
         )
     ]
 
 
 def _starts(ends: np.ndarray) -> np.ndarray:
-    """Where the bar of a row begins: attention with its block, everything else where the row before it ended."""
+    """Where the bar of a row begins: attention with its block, others where the row before them ended."""
     ordered = sorted(set(ends.tolist()))
     before = dict(zip(ordered[1:], ordered, strict=False))
     return np.array([np.floor(end) if end % 1 else before.get(end, end - 1) for end in ends.tolist()])

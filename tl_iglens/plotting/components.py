@@ -10,7 +10,7 @@ from plotly.subplots import make_subplots
 from .._checks import check_positive, fail
 from ._cells import Columns, check_same_cells, one
 from ._labels import escape, full, ticks
-from ._style import AWAY, LEGEND, Palette, array, finish, label_space, number, palette, signed, unit
+from ._style import AWAY, LEGEND, Palette, array, finish, hover, label_space, number, palette, signed, unit
 
 _ROW_PIXELS = 22
 
@@ -31,8 +31,8 @@ def components(
 
     Args:
         result: what ``direct_probability_attribution`` returned; any IGLensResult works.
-        dla: the direct logit attribution of the same question (``compare(...)["dla"]``), or a sequence of them
-            (heads and MLPs), drawn beside the credits for components of the same name.
+        dla: the direct logit attribution of the same question (``compare(...)["dla"]``), or a sequence of
+            them (heads and MLPs), drawn beside the credits for components of the same name.
         batch, pos: which analysed position; −1 is the row's last.
         top: how many components have a bar of their own.
     """
@@ -121,5 +121,5 @@ def _bars(
         text=["" if np.isnan(v) else number(v, "+.3g") for v in amounts.tolist()],
         textposition="auto",
         customdata=details,
-        hovertemplate=f"<b>%{{y}}</b><br>{full(name)} %{{x:{form}}} {full(what)}<br>%{{customdata}}<extra></extra>",
+        hovertemplate=hover("<b>%{y}</b>", f"{full(name)} %{{x:{form}}} {full(what)}", "%{customdata}"),
     )

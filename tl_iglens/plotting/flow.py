@@ -9,7 +9,20 @@ from .._checks import check_positive
 from ._cells import one
 from ._depth import depth_axis, depths
 from ._labels import full, tick, ticks, visible
-from ._style import AWAY, DASHES, LEGEND, array, finish, label_space, number, palette, plain, signed, unit
+from ._style import (
+    AWAY,
+    DASHES,
+    LEGEND,
+    array,
+    finish,
+    hover,
+    label_space,
+    number,
+    palette,
+    plain,
+    signed,
+    unit,
+)
 
 _ROW_PIXELS = 34
 
@@ -25,10 +38,10 @@ def flow(
     width: int | None = None,
     height: int | None = None,
 ) -> go.Figure:
-    """The ``top`` segments that moved most probability, in order of depth: who gained at the right, who lost at the left.
+    """The ``top`` segments that moved most probability, in order of depth: gains right, losses left.
 
-    Both halves of a row are equally long: their length is the total variation ½ Σ_v |change| between the two full
-    distributions. Tokens beyond the k that the result names are the pale end of each half.
+    Both halves of a row are equally long: their length is the total variation ½ Σ_v |change| between the two
+    full distributions. Tokens beyond the k that the result names are the grey end of each half.
 
     Args:
         probability_flow: what ``probability_flow`` returned.
@@ -149,8 +162,10 @@ def candidates(
                 line={"color": colours.lines[c % 6], "dash": DASHES[c // 6 % 6]},
                 marker={"symbol": c % 6},
                 customdata=[[full(p), r] for p, r in zip(track.point_labels, rise, strict=True)],
-                hovertemplate=f"<b>{full(name)}</b> at %{{customdata[0]}}<br>level %{{y:{plain(quantity)}}}%{{customdata[1]}}"
-                "<extra></extra>",
+                hovertemplate=hover(
+                    f"<b>{full(name)}</b> at %{{customdata[0]}}",
+                    f"level %{{y:{plain(quantity)}}}%{{customdata[1]}}",
+                ),
             )
         )
     figure.update_xaxes(

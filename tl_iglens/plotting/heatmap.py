@@ -47,8 +47,8 @@ def heatmap(
 ) -> go.Figure:
     """Credits of one row of the batch, analysed tokens from left to right, segments from bottom to top.
 
-    Bars above are the sums of the columns (Δ of each token), bars at the right those of the rows; a mark shows
-    each token's onset. Colours are symmetric about 0.
+    Bars above are the sums of the columns (Δ of each token), bars at the right those of the rows; a mark
+    shows each token's onset. Colours are symmetric about 0.
 
     Args:
         result: an IGLensResult.
@@ -102,7 +102,7 @@ def draw(
     written = len(cells) <= _WRITTEN_COLUMNS and z.size <= _WRITTEN_CELLS
     figure.add_trace(_credits(result, cells, z, colours, readout, written), row=2, col=1)
     figure.add_trace(
-        _onsets(result, cells, onset_rule, fraction, colours, -0.4 if written else 0), row=2, col=1
+        _onsets(result, cells, onset_rule, fraction, colours, -0.4 if written else 0.0), row=2, col=1
     )
     over = array(cells.of(result.attribution).sum(0))
     names = _column_names(result, cells)
@@ -211,7 +211,7 @@ def _cell_names(result: Any, cells: Columns, n_segments: int, readout: Any) -> t
 
 
 def _readings(result: Any, cells: Columns, readout: Any) -> list[list[str]]:
-    """Per segment and column the target's rank and the top three tokens at the point where the segment ends."""
+    """Per segment and column the target's rank and the top three tokens where the segment ends."""
     check_same_cells("readout", readout.values, result, "take it from compare() with the same pos_slice")
     missing = [label for label in result.point_labels[1:] if label not in readout.labels]
     if missing or not is_path(result):

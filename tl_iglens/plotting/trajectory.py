@@ -11,7 +11,7 @@ from .._checks import fail
 from ._cells import Columns, check_same_cells, is_path, one
 from ._depth import depth_axis, depths, spans
 from ._labels import escape, full
-from ._style import DASHES, LEGEND, array, finish, label_space, number, palette, plain, signed, unit
+from ._style import DASHES, LEGEND, array, finish, hover, label_space, number, palette, plain, signed, unit
 
 
 def trajectory(
@@ -27,8 +27,8 @@ def trajectory(
 ) -> go.Figure:
     """Above, the level f(h_l) of one token at every boundary (the logit lens); below, the credits.
 
-    The credit of a segment is the rise of the level over it, so the bars sum to Δ while levels sum to nothing.
-    A band marks the onset segment, a dashed line the model's own value.
+    The credit of a segment is the rise of the level over it: the bars sum to Δ, levels sum to nothing. A band
+    marks the onset segment, a dashed line the model's own value.
 
     Args:
         result: an IGLensResult of a path (not of components).
@@ -88,8 +88,11 @@ def trajectory(
             showlegend=False,
             marker={"color": [colours.gain if v >= 0 else colours.loss for v in credits]},
             customdata=[[full(s), b] for s, b in zip(result.labels, result.boundaries, strict=True)],
-            hovertemplate=f"<b>%{{customdata[0]}}</b>, ends at boundary %{{customdata[1]}}<br>credit %{{y:{value}}}"
-            "<extra>IG-Lens</extra>",
+            hovertemplate=hover(
+                "<b>%{customdata[0]}</b>, ends at boundary %{customdata[1]}",
+                f"credit %{{y:{value}}}",
+                name="IG-Lens",
+            ),
         ),
         row=2,
         col=1,

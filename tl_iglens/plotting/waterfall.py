@@ -27,9 +27,9 @@ def waterfall(
 ) -> go.Figure:
     """The receipt of one analysed token, read from top to bottom; every bar starts where the last one ended.
 
-    The ``top`` segments with the largest |credit|, if above a thousandth of Σ|credit|, have a bar each, in order of
-    depth; the others are one bar with their sum. A line marks the model's own value. For a gradient rule, what its credits miss of Δ has a
-    row too.
+    The ``top`` segments with the largest |credit|, if above a thousandth of Σ|credit|, have a bar each, in
+    order of depth; the others are one bar with their sum. A line marks the model's own value. For a gradient
+    rule, what its credits miss of Δ has a row too.
 
     Args:
         result: an IGLensResult, or one of direct_probability_attribution.

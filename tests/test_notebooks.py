@@ -1,0 +1,19 @@
+"""Notebooks run from the package alone; each asserts its own numbers."""
+
+from pathlib import Path
+
+import pytest
+
+nbclient = pytest.importorskip("nbclient", reason="the notebooks extra is not installed")
+nbformat = pytest.importorskip("nbformat", reason="the notebooks extra is not installed")
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in cells)
+    assert sum("assert " in cell.source for cell in cells) >= 4
