@@ -109,7 +109,7 @@ def main() -> None:
     args = parser.parse_args()
     console = Console()
     lines = ["# Measured", "", f"Machine: {machine()}.", "", "Times are ratios of medians measured in one run, sides alternating, "]
-    lines[-1] += "at least seven repeats. Rows are limited to 4·10¹¹ multiply-adds a side by taking evenly spaced layers."
+    lines[-1] += "at least seven repeats. Rows are limited to 1.5·10¹¹ multiply-adds a side by taking evenly spaced layers."
     for name in args.only:
         with console.status(f"measuring {name} ..."):
             rows = PARTS[name](args.quick)

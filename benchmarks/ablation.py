@@ -1,6 +1,6 @@
 """What stacking saves: all blocks ablated in shared forwards against one full forward per site.
 
-``python -m benchmarks.ablation``; both sides compute the same numbers, alternate in one run, medians are compared.
+``python -m benchmarks.ablation``; both sides compute the same numbers and alternate in one run; medians.
 """
 
 import argparse
@@ -15,8 +15,8 @@ from .measure import ratio
 
 PROMPTS = {
     5: "The capital of France is",
-    32: "When the old clock in the hall struck nine, everybody at the long table put down their cards, looked at "
-    "each other in surprise, and began to",
+    32: "When the old clock in the hall struck nine, everybody at the long table put down their cards, "
+    "looked at each other in surprise, and began to",
 }
 
 
@@ -30,7 +30,8 @@ def measured(repeats: int, model_name: str, model: object) -> list[tuple[str, st
                 lambda o=options, t=text: ablate(model, t, **o),
                 repeats,
             )
-            gap = (ablate(model, text, **options).p_ablated - ablate(model, text, stack=False, **options).p_ablated).abs()
+            both = [ablate(model, text, stack=stack, **options).p_ablated for stack in (True, False)]
+            gap = (both[0] - both[1]).abs()
             where = f"{model_name}, about {words} tokens, {unit} skipped at {at}"
             rows.append((where, f"{got.value:.2f}", f"{got.other:.2f} s", f"{float(gap.max()):.0e}"))
     return rows
@@ -41,7 +42,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--gemma", action="store_true", help="Gemma-3-270M as well")
     args = parser.parse_args()
-    table = Table("where", "one forward per site / stacked", "stacked", "largest |Δp|", title="ablate, batch of 1")
+    columns = ("where", "one forward per site / stacked", "stacked", "largest |Δp|")
+    table = Table(*columns, title="ablate, batch of 1")
     for name, load in (("SmolLM2", load_demo_model), *([("Gemma-3", load_gemma)] if args.gemma else [])):
         for row in measured(args.repeats, name, load()):
             table.add_row(*row)

@@ -20,7 +20,7 @@ from .measure import peak_above
 torch.set_grad_enabled(False)
 
 # A side is limited to this many multiply-adds, by taking evenly spaced layers; both sides read the same rows.
-WORK = 4e11
+WORK = 1.5e11
 HEADS = ("SmolLM2-135M", "Gemma-3-270M", "Llama-3.2-1B (random head)")
 
 

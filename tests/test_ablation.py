@@ -1,5 +1,6 @@
-"""ablate: skips against identity blocks and zeroed weights, replacements against their definition, no trace."""
+"""ablate: skips against identity blocks and zeroed weights, replacements against their definition."""
 
+import itertools
 import re
 
 import pandas as pd
@@ -7,6 +8,7 @@ import pytest
 import torch
 from conftest import BRIDGED, IDS, small_model
 from fixtures import IDS_BR, bridge, hooked, identity_block, no_trace, reference_probs, shared_bridge
+
 from tl_iglens import TokenSet, ig_lens
 from tl_iglens.ablation import AblationResult, ablate, ablate_each
 from tl_iglens.sites import MODES, UNITS, collect_reference
@@ -138,7 +140,9 @@ def test_heads_against_zeroed_weights_of_a_bridge(mode):
     assert result.labels == tuple(f"L{layer}H{head}" for layer in range(3) for head in range(4))
     for index, label in enumerate(result.labels):
         layer, head = int(label[1]), int(label[3])
-        columns = model.original_model.model.layers[layer].self_attn.o_proj.weight.data[:, 8 * head : 8 * head + 8]
+        columns = model.original_model.model.layers[layer].self_attn.o_proj.weight.data[
+            :, 8 * head : 8 * head + 8
+        ]
         kept = columns.clone()
         columns.zero_()
         assert close(result.p_ablated[index, 0], probs(model, IDS)[0, 9])
@@ -159,16 +163,23 @@ def test_heads_against_zeroed_weights_of_a_hooked_transformer():
 # --- stacked is the same as one by one ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["hooked-LN", "hooked-soft-cap", "gpt2-raw", "gemma2-compat", "neox_par-raw"])
+@pytest.mark.parametrize(
+    "name", ["hooked-LN", "hooked-soft-cap", "gpt2-raw", "gemma2-compat", "neox_par-raw"]
+)
 def test_sites_that_share_forwards_change_nothing(name):
     model = small_model(name)
     rows, mask = [IDS, [9, 4, 4, 0, 0, 0, 0]], [[1] * 7, [1] * 3 + [0] * 4]
-    conditions = [(unit, mode, at) for unit in UNITS for mode in MODES for at in ("target", "all", (0, 2))]
+    places = itertools.cycle(["target", "all", (0, 2)])
+    conditions = [(unit, mode, next(places)) for unit in UNITS for mode in MODES]
     options = dict(attention_mask=mask, reference=torch.tensor(REFERENCE), seed=3)
     plain = ablate_each(model, rows, conditions, stack=False, **options)
     for size in (None, 5):
-        for one, other in zip(plain, ablate_each(model, rows, conditions, batch_size=size, **options), strict=True):
-            assert close(one.p_ablated, other.p_ablated) and close(one.log_p_ablated, other.log_p_ablated, 1e-4)
+        for one, other in zip(
+            plain, ablate_each(model, rows, conditions, batch_size=size, **options), strict=True
+        ):
+            assert close(one.p_ablated, other.p_ablated) and close(
+                one.log_p_ablated, other.log_p_ablated, 1e-4
+            )
             assert one.info == other.info and torch.equal(one.targets, other.targets)
 
 
@@ -177,16 +188,24 @@ def test_sites_that_share_forwards_change_nothing_in_other_families(family):
     model = shared_bridge(family)
     for mode in ("skip", "resample"):
         options = dict(mode=mode, at="all", reference=torch.tensor(REFERENCE))
-        assert close(ablate(model, IDS, **options).p_ablated, ablate(model, IDS, stack=False, **options).p_ablated)
+        assert close(
+            ablate(model, IDS, **options).p_ablated, ablate(model, IDS, stack=False, **options).p_ablated
+        )
 
 
 def test_each_condition_equals_its_own_call():
     model = small_model("gpt2-raw")
     conditions = [("block", "skip", "all"), ("head", "noise", "target"), ("mlp", "mean", "all")]
     options = dict(reference=torch.tensor(REFERENCE), seed=1)
-    for (unit, mode, at), result in zip(conditions, ablate_each(model, IDS, conditions, **options), strict=True):
+    for (unit, mode, at), result in zip(
+        conditions, ablate_each(model, IDS, conditions, **options), strict=True
+    ):
         alone = ablate(model, IDS, unit=unit, mode=mode, at=at, **options)
-        assert close(result.p_ablated, alone.p_ablated) and result.labels == alone.labels and result.info == alone.info
+        assert (
+            close(result.p_ablated, alone.p_ablated)
+            and result.labels == alone.labels
+            and result.info == alone.info
+        )
 
 
 # --- replacements ---------------------------------------------------------------------------------
@@ -196,7 +215,9 @@ def updates(model, ids):
     """What every block adds to the stream, of a run of its own: [layer, pos, d_model]."""
     _, cache = model.run_with_cache(torch.tensor([ids]))
     name = "blocks.{}.hook_resid_{}"
-    return torch.stack([cache[name.format(b, "post")][0] - cache[name.format(b, "pre")][0] for b in range(len(model.blocks))])
+    return torch.stack(
+        [cache[name.format(b, "post")][0] - cache[name.format(b, "pre")][0] for b in range(len(model.blocks))]
+    )
 
 
 def put(model, ids, layer, positions, value):
@@ -256,7 +277,9 @@ def test_draws_depend_on_seed_and_row_alone(mode):
     before = torch.get_rng_state()
 
     def run(ids, seed):
-        return ablate(model, torch.tensor(ids), targets=9, mode=mode, at="all", seed=seed, reference=reference)
+        return ablate(
+            model, torch.tensor(ids), targets=9, mode=mode, at="all", seed=seed, reference=reference
+        )
 
     batch, again, other = run(rows, 0), run(rows, 0), run(rows, 1)
     assert torch.equal(torch.get_rng_state(), before)
@@ -281,7 +304,12 @@ def test_the_other_rows_are_the_reference_when_none_is_given():
 @pytest.mark.parametrize("unit", ["block", "attn"])
 def test_noise_has_the_norm_of_what_it_replaces(unit):
     model, states = small_model("gpt2-raw"), []
-    handles = [block.register_forward_hook(lambda m, a, out: states.append(out[0] if isinstance(out, tuple) else out)) for block in model.blocks]
+    handles = [
+        block.register_forward_hook(
+            lambda m, a, out: states.append(out[0] if isinstance(out, tuple) else out)
+        )
+        for block in model.blocks
+    ]
     try:
         ablate(model, IDS, targets=9, unit=unit, mode="noise", sites=[1])
     finally:
@@ -303,7 +331,10 @@ def test_rows_of_a_padded_batch_equal_their_solo_runs(model, side):
     rows = [IDS, [9, 4, 4], [8, 30]]
     pads = [[0] * (7 - len(row)) for row in rows]
     ids = [p + r if side == "left" else r + p for r, p in zip(rows, pads, strict=True)]
-    real = [[0] * len(p) + [1] * len(r) if side == "left" else [1] * len(r) + [0] * len(p) for r, p in zip(rows, pads, strict=True)]
+    real = [
+        [0] * len(p) + [1] * len(r) if side == "left" else [1] * len(r) + [0] * len(p)
+        for r, p in zip(rows, pads, strict=True)
+    ]
     batch = ablate(model, ids, targets=9, at="all", attention_mask=real)
     for row, solo in enumerate(rows):
         assert close(batch.p_ablated[:, row], ablate(model, solo, targets=9, at="all").p_ablated[:, 0])
@@ -342,7 +373,9 @@ def test_targets():
 
 def test_probability_and_log_probability_agree(model):
     result = ablate(model, IDS, targets=9)
-    assert close(result.log_p_ablated.exp(), result.p_ablated) and close(result.log_p_clean.exp(), result.p_clean)
+    assert close(result.log_p_ablated.exp(), result.p_ablated) and close(
+        result.log_p_clean.exp(), result.p_clean
+    )
     assert torch.equal(result.effect, result.p_clean - result.p_ablated)
     assert torch.equal(result.log_effect, result.log_p_clean - result.log_p_ablated)
 
@@ -388,18 +421,37 @@ def test_interventions_compose(model):
 def test_hooks_of_the_caller_see_their_own_rows():
     model, shapes = small_model("gpt2-raw"), []
     rows = torch.tensor([IDS, REFERENCE[0]])
-    ablate(model, rows, fwd_hooks=[("blocks.1.hook_resid_post", lambda act, hook: shapes.append(tuple(act.shape)))])
+    ablate(
+        model,
+        rows,
+        fwd_hooks=[("blocks.1.hook_resid_post", lambda act, hook: shapes.append(tuple(act.shape)))],
+    )
     assert shapes == [(2, 7, 32)] * 4
 
 
 @pytest.mark.parametrize("stack", [True, False])
-@pytest.mark.parametrize("unit", UNITS)
-def test_no_trace(model, unit, stack):
+def test_no_trace(model, stack):
     ids = torch.tensor([IDS, REFERENCE[0]])
     mask = torch.ones_like(ids)
-    for mode in ("skip", "resample", "noise"):
-        with no_trace(model, ids, mask):
-            ablate(model, ids, unit=unit, mode=mode, at="all", attention_mask=mask, stack=stack)
+    sites = {"block": [0, (1, 2)], "attn": [1], "mlp": [2], "head": ["L1H3"]}
+    with no_trace(model, ids, mask):
+        for unit, mode in (
+            ("block", "skip"),
+            ("block", "resample"),
+            ("attn", "noise"),
+            ("mlp", "mean"),
+            ("head", "zero"),
+        ):
+            ablate(
+                model,
+                ids,
+                unit=unit,
+                mode=mode,
+                at="all",
+                sites=sites[unit],
+                attention_mask=mask,
+                stack=stack,
+            )
 
 
 def test_no_trace_of_a_failure(model):
@@ -408,11 +460,11 @@ def test_no_trace_of_a_failure(model):
 
     before = ablate(model, IDS, targets=9)
     for fail_at in ("blocks.0.hook_resid_pre", "blocks.2.hook_resid_post"):
-        with no_trace(model), pytest.raises(RuntimeError, match="^in the middle$"):
+        with no_trace(model), pytest.raises(RuntimeError, match=r"^in the middle$"):
             ablate(model, IDS, fwd_hooks=[(fail_at, broken)])
         handle = model.blocks[2].register_forward_hook(lambda *_: broken(*_[:2]))
         try:
-            with no_trace(model), pytest.raises(RuntimeError, match="^in the middle$"):
+            with no_trace(model), pytest.raises(RuntimeError, match=r"^in the middle$"):
                 ablate(model, IDS)
         finally:
             handle.remove()
@@ -454,7 +506,9 @@ def test_data_frame_and_top(lens_model):
     for _, line in frame.iterrows():
         assert line["effect"] == pytest.approx(float(result.effect[line["index"], line["batch"]]))
     top = result.top(2, batch=-1)
-    assert top["effect"].tolist() == pytest.approx(result.effect[:, 1].sort(descending=True).values[:2].tolist())
+    assert top["effect"].tolist() == pytest.approx(
+        result.effect[:, 1].sort(descending=True).values[:2].tolist()
+    )
 
 
 def test_save_and_load(lens_model, tmp_path):
@@ -472,7 +526,12 @@ def test_load_refuses_other_files(lens_model, tmp_path):
     todo = "give a file written by AblationResult.save"
     for name, error, message in (
         ("none", FileNotFoundError, f"path must be an existing file, got {tmp_path / 'none'}; {todo}"),
-        ("credits.safetensors", ValueError, f"path must be a result file, got {tmp_path / 'credits.safetensors'}, a safetensors file of something else; {todo}"),
+        (
+            "credits.safetensors",
+            ValueError,
+            f"path must be a result file, got {tmp_path / 'credits.safetensors'}, "
+            f"a safetensors file of something else; {todo}",
+        ),
     ):
         with pytest.raises(error, match="^" + re.escape(message) + "$"):
             AblationResult.load(tmp_path / name)
@@ -489,20 +548,64 @@ NEED_OTHERS = "reference must be {}; pass other prompts{}"
     ("options", "message"),
     [
         ({"unit": "layer"}, "unit must be one of block, attn, mlp, head, got 'layer'; check the spelling"),
-        ({"mode": "drop"}, "mode must be one of skip, zero, mean, resample, noise, got 'drop'; check the spelling"),
+        (
+            {"mode": "drop"},
+            "mode must be one of skip, zero, mean, resample, noise, "
+            "got 'drop'; check the spelling",
+        ),
         ({"at": "last"}, "at must be one of target, all, got 'last'; check the spelling"),
-        ({"at": (5, None), "pos_slice": 2}, "at must be a selection that reaches position 2 of row 0 or an earlier one, got (5, None); later tokens cannot reach it"),
-        ({"pos_slice": None}, "pos_slice must be one position in every row, got None; an ablation is read at one token, -1 is the last"),
+        (
+            {"at": (5, None), "pos_slice": 2},
+            "at must be a selection that reaches position 2 of row 0 or an earlier one, "
+            "got (5, None); later tokens cannot reach it",
+        ),
+        (
+            {"pos_slice": None},
+            "pos_slice must be one position in every row, "
+            "got None; an ablation is read at one token, -1 is the last",
+        ),
         ({"sites": []}, "sites must be a list of blocks or labels, got []; for example [0, '2_block']"),
-        ({"sites": "1_block"}, "sites must be a list of blocks or labels, got '1_block'; for example [0, '2_block']"),
-        ({"sites": [3]}, "sites must be made of block numbers or labels from 0_block to 2_block, got 3; leave it out for all of them"),
-        ({"sites": [1], "unit": "head"}, "sites must be made of labels from L0H0 to L2H3, got 1; leave it out for all of them"),
-        ({"sites": [("1_attn_out", "3_attn_out")], "unit": "attn"}, "sites must be made of block numbers or labels from 0_attn_out to 2_attn_out, got '3_attn_out'; leave it out for all of them"),
-        ({"mode": "mean"}, "reference must be given for mode='mean' of a single prompt, got None; pass other prompts, reference=[...]"),
-        ({"mode": "resample"}, "reference must be given for mode='resample' of a single prompt, got None; pass other prompts, reference=[...]"),
-        ({"mode": "resample", "reference": torch.tensor([IDS])}, "reference must be a prompt other than the row it serves, got only row 0 itself; pass other prompts"),
+        (
+            {"sites": "1_block"},
+            "sites must be a list of blocks or labels, "
+            "got '1_block'; for example [0, '2_block']",
+        ),
+        (
+            {"sites": [3]},
+            "sites must be made of block numbers or labels from 0_block to 2_block, "
+            "got 3; leave it out for all of them",
+        ),
+        (
+            {"sites": [1], "unit": "head"},
+            "sites must be made of labels from L0H0 to L2H3, "
+            "got 1; leave it out for all of them",
+        ),
+        (
+            {"sites": [("1_attn_out", "3_attn_out")], "unit": "attn"},
+            "sites must be made of block numbers or labels from 0_attn_out to 2_attn_out, "
+            "got '3_attn_out'; leave it out for all of them",
+        ),
+        (
+            {"mode": "mean"},
+            "reference must be given for mode='mean' of a single prompt, "
+            "got None; pass other prompts, reference=[...]",
+        ),
+        (
+            {"mode": "resample"},
+            "reference must be given for mode='resample' of a single prompt, "
+            "got None; pass other prompts, reference=[...]",
+        ),
+        (
+            {"mode": "resample", "reference": torch.tensor([IDS])},
+            "reference must be a prompt other than the row it serves, "
+            "got only row 0 itself; pass other prompts",
+        ),
         ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0; give a whole number"),
-        ({"targets": "next"}, "pos_slice must be positions that a token follows when targets='next', got only the last one; use pos_slice=None"),
+        (
+            {"targets": "next"},
+            "pos_slice must be positions that a token follows when targets='next', "
+            "got only the last one; use pos_slice=None",
+        ),
     ],
 )  # fmt: skip
 def test_messages(lens_model, options, message):
@@ -512,7 +615,10 @@ def test_messages(lens_model, options, message):
 
 def test_units_that_a_block_has_not():
     model = shared_bridge("lfm2")
-    message = "unit must be one that blocks.0 has, got 'attn' without blocks.0.hook_attn_out; whole blocks work: use unit='block'"
+    message = (
+        "unit must be one that blocks.0 has, "
+        "got 'attn' without blocks.0.hook_attn_out; whole blocks work: use unit='block'"
+    )
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
         ablate(model, IDS_BR, unit="attn")
     assert ablate(model, IDS_BR, unit="attn", sites=[1]).labels == ("1_attn_out",)
@@ -520,6 +626,9 @@ def test_units_that_a_block_has_not():
 
 def test_a_reference_without_the_unit(lens_model):
     reference = collect_reference(lens_model, torch.tensor(REFERENCE), ("mlp",))
-    message = "reference must be one that holds blocks.0, got one without it; collect_reference(model, prompts, units) with that unit"
+    message = (
+        "reference must be one that holds blocks.0, "
+        "got one without it; collect_reference(model, prompts, units) with that unit"
+    )
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
         ablate(lens_model, IDS, mode="mean", reference=reference)

@@ -174,11 +174,13 @@ def _sizes(n_resamples: int, n_values: int) -> Iterator[int]:
 
 
 def p_value(observed: Float[Array, "*run"], null: Float[Array, "resample *run"]) -> Float[Array, "*run"]:
-    """Two-sided permutation p-value: how often chance is at least as far from its mean as what was seen."""
-    centre = null.mean(0)
+    """Two-sided permutation p-value: twice the share of chance results at least as far out on that side."""
     with np.errstate(invalid="ignore"):
-        as_far = np.abs(null - centre) >= np.abs(observed - centre) - 1e-12
-    return np.where(np.isnan(observed), np.nan, (1 + as_far.sum(0)) / (1 + len(null)))
+        sides = [
+            (1 + side.sum(0)) / (1 + len(null))
+            for side in (null >= observed - 1e-12, null <= observed + 1e-12)
+        ]
+    return np.where(np.isnan(observed), np.nan, np.minimum(2 * np.minimum(*sides), 1))
 
 
 def holm(p: Float[Array, "test"]) -> Float[Array, "test"]:

@@ -1,9 +1,9 @@
 """validate_onset: does the layer where the credits place a token depend most on being there?
 
 Credits along the stream say where the model's own readout begins to see a token; an ablation says what the
-prediction loses without a layer, with all that the layers above make of it. The paper (arXiv 2606.29693) leaves
-open whether the one foretells the other and proposes the test: ablating the onset layer should suppress the
-target's probability more than ablating layers with lower scores. It can come out either way, for any score.
+prediction loses without a layer, with all that the layers above make of it. The paper (arXiv 2606.29693)
+leaves open whether the one foretells the other and proposes the test: ablating the onset layer should
+suppress the target's probability more than ablating layers with lower scores. It can come out either way.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -69,9 +69,10 @@ class Evidence:
 
 
 def _dla(e: Evidence) -> Tensor:
-    """Direct logit attribution of the unit."""
+    """Direct logit attribution of the unit; its rows also hold what no block wrote."""
     options = {"targets": e.targets, "incl_mid": e.unit != "block"}
-    return e.of(compare(e.model, states=e.states, methods=("dla",), **options)["dla"].values)
+    found = compare(e.model, states=e.states, methods=("dla",), **options)["dla"]
+    return found.values[[found.labels.index(e.receipt.labels[row]) for row in e.rows], :, 0]
 
 
 def _layer_ig(e: Evidence) -> Tensor:
@@ -159,8 +160,8 @@ class OnsetStudy:
         """One row per (score, layers, stratum, measure) with its interval and p-values, optionally filtered.
 
         ``estimate`` is a mean over the ``n`` prompts where the measure is defined, ``low`` and ``high`` its
-        95 % bootstrap interval, ``chance`` its mean when effects are dealt at random within prompts, ``p`` the
-        permutation p-value and ``p_holm`` the same corrected for the number of scores.
+        95 % bootstrap interval, ``chance`` its mean when effects are dealt at random within prompts, ``p``
+        the two-sided permutation p-value and ``p_holm`` the same corrected for the number of scores.
         """
         frame = pd.DataFrame(list(self.statistics), columns=_COLUMNS)
         for column, wanted in (("measure", measure), ("stratum", stratum), ("layers", layers)):
