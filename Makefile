@@ -22,7 +22,7 @@ test: $(READY)
 
 # The suite under every supported TransformerLens: 4.3.0, then 3.9.0 and 2.18.0 beside the same torch.
 test-all: $(READY)
-	bash .ci/versions
+	bash .ci/versions all
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks

@@ -46,7 +46,7 @@ def test_states_are_those_of_the_hooks(model):
     for act, name in zip(states.resid, stream(model, incl_mid), strict=True):
         assert torch.equal(act, seen[name]), name
     assert states.points[0] == Point(0) and states.points[-1] == Point(3) and states.has_mid == incl_mid
-    close(states.mean, states.resid.mean(2), 5e-6)
+    torch.testing.assert_close(states.mean, states.resid.mean(2), rtol=1e-5, atol=5e-6)
     assert torch.equal(states.first, states.resid[:, :, 0])
     assert not states.resid.requires_grad and states.resid.dtype == logits.dtype
     close(states.output.log_z, logits.double().logsumexp(-1), 1e-5)

@@ -36,7 +36,12 @@ def test_the_additivity_table_says_what_the_paper_says(model, ids):
     assert table.loc["ig_lens", "kind"] == "additive" and table.loc["ig_lens", "unit"] == "probability"
     # levels sum to nothing
     lens = table.loc["logit_lens"]
-    assert lens["kind"] == "level" and lens["sums_to"] == "nothing" and np.isnan(lens["expected"]) and np.isnan(lens["gap"])
+    assert (
+        lens["kind"] == "level"
+        and lens["sums_to"] == "nothing"
+        and np.isnan(lens["expected"])
+        and np.isnan(lens["gap"])
+    )
     assert lens["sum"] == pytest.approx(float(receipt.levels.sum()), abs=1e-6)
     # DLA and its bias sum to the logit
     dla = table.loc["dla"]
@@ -140,7 +145,9 @@ def test_states_collected_before_are_enough(lens_model, ids):
     again = compare(model, states=states, methods=methods)
     torch.testing.assert_close(again["dla"].values, compare(model, [ids], methods=methods)["dla"].values)
     bare = collect_states(model, [ids])
-    assert torch.equal(compare(model, states=bare, methods="dla")["dla"].values, compare(model, [ids], methods="dla")["dla"].values)
+    assert torch.equal(
+        compare(model, states=bare, methods="dla")["dla"].values, compare(model, [ids], methods="dla")["dla"].values
+    )
     with pytest.raises(ValueError) as error:
         compare(model, states=bare, methods=methods)
     assert str(error.value) == (
@@ -264,7 +271,9 @@ def test_a_result_keeps_no_model_alive(ids):
 
 def test_incorrect_targets_make_every_method_answer_the_difference(lens_model, ids):
     model = lens_model
-    a, b, both = (compare(model, [ids], methods=ALWAYS, targets=t, incorrect_targets=i) for t, i in ((3, None), (8, None), (3, 8)))
+    a, b, both = (
+        compare(model, [ids], methods=ALWAYS, targets=t, incorrect_targets=i) for t, i in ((3, None), (8, None), (3, 8))
+    )
     for name in ALWAYS:
         difference = a[name].values - b[name].values
         torch.testing.assert_close(both[name].values, difference, atol=1e-5, rtol=1e-4)
@@ -285,7 +294,9 @@ def test_smollm2_additivity(smollm2):
     assert abs(table.loc["ig_lens", "gap"]) < 2e-5
     assert abs(table.loc["dla", "gap"]) < 1e-3 * table.loc["dla", "expected"]
     assert table.loc["logit_lens", "sum"] != pytest.approx(table.loc["ig_lens", "delta_p"], abs=1e-2)
-    assert isinstance(comparison.to_dataframe(wide=True), pd.DataFrame) and len(comparison.to_dataframe()) == 30 + 31 + 31
+    assert (
+        isinstance(comparison.to_dataframe(wide=True), pd.DataFrame) and len(comparison.to_dataframe()) == 30 + 31 + 31
+    )
 
 
 def test_gemma_additivity(gemma):

@@ -99,7 +99,9 @@ def test_text_without_a_tokenizer():
     assert refused(hooked("LN"), "The cat") == (
         "input must be token ids for a model without a tokenizer, got 'The cat'; set one, or pass ids [batch, pos]"
     )
-    assert refused(hooked("LN"), IDS, targets=" cat") == (
+    with pytest.raises(ValueError) as error:
+        ig_lens(hooked("LN"), IDS, targets=" cat")
+    assert str(error.value) == (
         "targets must be token ids for a model without a tokenizer, got ' cat'; pass the id"
     )
 
@@ -348,7 +350,10 @@ def test_baselines_of_more_rows_than_the_input(texts, states):
 
 def test_states_and_input_together(texts):
     states = collect_states(texts, IDS)
-    message = "input must be None where states is given, got both; states already hold their prompt, mask and interventions"
+    message = (
+        "input must be None where states is given, got both; "
+        "states already hold their prompt, mask and interventions"
+    )
     assert refused(texts, IDS, states=states) == message
     assert refused(texts, attention_mask=[[1] * 7], states=states) == message
     assert refused(texts, states=states, fwd_hooks=[("hook_embed", lambda act, hook: act)]) == message
@@ -436,7 +441,7 @@ def test_encoders():
     with pytest.raises(NotImplementedError) as error:
         ig_lens(HookedEncoder(cfg).eval(), IDS)
     assert str(error.value) == (
-        "model must be a causal decoder with an unembedding, got the encoder-only HookedEncoder; "
+        "model must be a causal decoder with an unembedding, got the encoder-only custom; "
         "use a causal language model"
     )
 

@@ -1,5 +1,7 @@
 """Segment credits of toy functions: telescoping, quadrature orders, chunks; no model."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -50,7 +52,7 @@ def riemann(states, rule, n):
         "gauss_legendre": list(zip(*((x.tolist()) for x in gauss_legendre(n)), strict=True)),
     }[rule]
     credits = []
-    for start, end in zip(states[:-1], states[1:], strict=True):
+    for start, end in pairwise(states):
         total = 0.0
         for alpha, weight in nodes:
             h = (start + alpha * (end - start)).requires_grad_(True)
@@ -79,7 +81,7 @@ def test_rules_converge_with_their_order(rule, order):
         (segment_credits(smooth, states, estimator=rule, n_steps=n).attribution - exact).abs().max()
         for n in (64, 128, 256)
     ]
-    for coarse, fine in zip(error, error[1:], strict=False):
+    for coarse, fine in pairwise(error):
         assert 0.8 * 2**order < coarse / fine < 1.25 * 2**order
 
 

@@ -12,12 +12,13 @@ PACKAGE = Path(__file__).parent.parent / "tl_iglens"
 # A module may import those above it. Names with a trailing slash are folders: anything inside.
 ORDER = (
     "_types", "_checks", "path", "estimators", "adaptive", "quantity", "tokens", "prompts", "readout", "watchers",
-    "collect", "result", "lens", "generation", "writers", "components", "methods/", "compare", "sites", "ablation",
-    "validation", "plotting/", "report", "corpus", "demo", "cli", "__main__", "__init__",
+    "collect", "windows", "result", "component_result", "lens", "generation", "writers", "components", "track",
+    "methods/", "compare", "sites", "ablation", "ranking", "validation", "plotting/", "report", "corpus", "demo", "cli",
+    "__main__", "__init__",
 )  # fmt: skip
 
-# Heavy or optional packages that a plain `import tl_iglens` must not bring.
-OPTIONAL = ("captum", "gguf", "ray", "plotly", "typer", "nbformat", "filelock", "transformer_lens")
+# Optional packages, and those of the command line, that a plain `import tl_iglens` must not bring.
+OPTIONAL = ("captum", "gguf", "ray", "nbformat", "typer")
 
 
 def place(module: str) -> int:
@@ -87,12 +88,12 @@ def test_the_library_writes_nothing(banned):
 
 def test_a_plain_import_brings_nothing_optional_and_changes_nothing():
     code = (
-        "import sys, warnings, logging, torch, random\n"
+        "import sys, logging, torch, random\n"
         "before = (torch.get_rng_state().tolist(), random.getstate(), torch.is_grad_enabled(),\n"
-        "          torch.get_default_dtype(), torch.get_num_threads(), len(warnings.filters), logging.root.level)\n"
+        "          torch.get_default_dtype(), torch.get_num_threads(), logging.root.level)\n"
         "import tl_iglens\n"
         "after = (torch.get_rng_state().tolist(), random.getstate(), torch.is_grad_enabled(),\n"
-        "         torch.get_default_dtype(), torch.get_num_threads(), len(warnings.filters), logging.root.level)\n"
+        "         torch.get_default_dtype(), torch.get_num_threads(), logging.root.level)\n"
         "assert before == after\n"
         f"print([name for name in {OPTIONAL!r} if name in sys.modules])\n"
         "assert all(hasattr(tl_iglens, name) for name in tl_iglens.__all__)\n"

@@ -39,7 +39,9 @@ def test_terms_and_bias_are_the_models_own_logit(model, unit):
 
 
 @pytest.mark.parametrize("unit", ["component", "head"])
-@pytest.mark.parametrize("name", ["gpt2-compat", "llama-compat", "neox_par-compat", "cohere-compat", "hooked-LNPre", "hooked-RMSPre"])
+@pytest.mark.parametrize(
+    "name", ["gpt2-compat", "llama-compat", "neox_par-compat", "cohere-compat", "hooked-LNPre", "hooked-RMSPre"]
+)
 def test_transformer_lens_tool_agrees(name, unit):
     analysis = pytest.importorskip("transformer_lens.tools.analysis")
     model = small_model(name)
@@ -61,7 +63,9 @@ def test_processed_weights_give_the_same_difference_of_logits(family):
     raw, compat = shared_bridge(family), shared_bridge(family, compat=True)
     for unit in ("block", "component"):
         a, b = (dla(m, unit, targets=4, incorrect_targets=9) for m in (raw, compat))
-        merged = b.values if len(b.labels) == len(a.labels) else torch.cat([b.values[:2].sum(0, keepdim=True), b.values[2:]])
+        merged = (
+            b.values if len(b.labels) == len(a.labels) else torch.cat([b.values[:2].sum(0, keepdim=True), b.values[2:]])
+        )
         torch.testing.assert_close(a.values[1:], merged[1:], atol=2e-3, rtol=2e-3)
 
 
@@ -118,7 +122,8 @@ def test_units_a_model_has_not_are_refused_before_the_forward():
         with pytest.raises(ValueError) as error:
             dla(model, "component")
     assert str(error.value) == (
-        "unit must be 'block' for a model without blocks.0.hook_attn_out, got 'component'; whole blocks work for every model"
+        "unit must be 'block' for a model without blocks.0.hook_attn_out, got 'component'; whole blocks work for every "
+        "model"
     )
     assert not calls
 
@@ -142,5 +147,5 @@ def test_other_dtypes(dtype):
 def test_gemma_by_component_and_smollm2_by_head(smollm2, gemma):
     by_head = compare(smollm2, "The capital of France is", targets=" Paris", methods={"dla": {"unit": "head"}})["dla"]
     assert len(by_head.labels) == 30 * 9 + 1 and abs(float(by_head.gap)) < 1e-3 * float(by_head.expected)
-    with pytest.raises(ValueError, match="^unit must be a unit whose parts add up in blocks.0, got 'head' with"):
+    with pytest.raises(ValueError, match=r"^unit must be a unit whose parts add up in blocks\.0, got 'head' with"):
         compare(gemma, "The capital of France is", methods={"dla": {"unit": "head"}})

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import small_model
-from fixtures import bridge, no_trace
+from fixtures import no_trace
 
 from tl_iglens.compare import compare
 
@@ -71,7 +71,10 @@ def test_layer_conductance_follows_the_path_of_the_input():
     states, gradients = [], []
     for alpha in nodes:
         kept = []
-        hooks = [(start, lambda act, hook, a=alpha: (x0 + a * (x - x0)).float()), (layer, lambda act, hook: kept.append(act))]
+        hooks = [
+            (start, lambda act, hook, a=alpha: (x0 + a * (x - x0)).float()),
+            (layer, lambda act, hook, kept=kept: kept.append(act)),
+        ]
         with model.hooks(fwd_hooks=hooks):
             value = prob_at_end(model, target)(torch.tensor([IDS]))
         gradients.append(torch.autograd.grad(value.sum(), kept[0])[0][0])
@@ -118,7 +121,9 @@ def test_the_same_scalar_is_explained_whatever_the_quantity():
 def test_the_baseline_prompt_is_the_end_of_text_token_unless_given():
     model = small_model("llama-raw")  # its tokenizer's </s> is 1
     named = compare(model, [IDS], methods={"layer_ig": {"n_steps": 3}}, targets=4)["layer_ig"]
-    given = compare(model, [IDS], methods={"layer_ig": {"n_steps": 3, "baseline_prompt": [[1] * 5]}}, targets=4)["layer_ig"]
+    given = compare(model, [IDS], methods={"layer_ig": {"n_steps": 3, "baseline_prompt": [[1] * 5]}}, targets=4)[
+        "layer_ig"
+    ]
     torch.testing.assert_close(named.values, given.values)
     assert named.notes[1] == "baseline prompt: one token repeated (5 × </s>)"
 
@@ -128,15 +133,18 @@ def test_the_baseline_prompt_is_the_end_of_text_token_unless_given():
     [
         (
             [[1, 2]],
-            "baseline_prompt must be one token, or ids of shape [1, 5], got torch.int64 of shape [1, 2]; zero embeddings are "
-            "no prompt",
+            "baseline_prompt must be one token, or ids of shape [1, 5], got torch.int64 of shape [1, 2]; zero embeddings "
+            "are no prompt",
         ),
         (
             0.0,
-            "baseline_prompt must be one token, or ids of shape [1, 5], got torch.float32 of shape []; zero embeddings are "
-            "no prompt",
+            "baseline_prompt must be one token, or ids of shape [1, 5], got torch.float32 of shape []; zero "
+            "are no prompt",
         ),
-        (10**6, "baseline_prompt must be one token, or ids of shape [1, 5], got 1000000; use the model's own tokenizer"),
+        (
+            10**6,
+            "baseline_prompt must be one token, or ids of shape [1, 5], got 1000000; use the model's own tokenizer",
+        ),
     ],
 )
 def test_baselines_that_are_no_prompt_are_named(baseline, message):
@@ -146,13 +154,14 @@ def test_baselines_that_are_no_prompt_are_named(baseline, message):
     assert str(error.value) == message
 
 
-def test_a_model_without_a_tokenizer_needs_one_given():
-    model = bridge("llama", tokenizer=None)
+def test_a_model_without_a_tokenizer_needs_one_given(monkeypatch):
+    model = small_model("llama-raw")
+    monkeypatch.setattr(model, "tokenizer", None)
     with pytest.raises(ValueError) as error:
         compare(model, [IDS], methods="layer_ig")
     assert str(error.value) == (
-        "baseline_prompt must be given for a model without a tokenizer, got None; pass a token id or ids of the same length "
-        "as baseline_prompt"
+        "baseline_prompt must be given for a model without a tokenizer, got None; pass a token id or ids of the same "
+        "length as baseline_prompt"
     )
 
 

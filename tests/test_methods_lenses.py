@@ -17,7 +17,16 @@ from tl_iglens.compare import compare
 from tl_iglens.methods.tuned_lens import TunedLens, _Training, divergence_and_gradient, generate_texts
 from tl_iglens.readout import Readout
 
-FAMILIES = ("gpt2-raw", "gpt2-compat", "gemma2-raw", "gemma2-compat", "cohere-raw", "cohere-compat", "neox_par-raw", "hooked-soft-cap")
+FAMILIES = (
+    "gpt2-raw",
+    "gpt2-compat",
+    "gemma2-raw",
+    "gemma2-compat",
+    "cohere-raw",
+    "cohere-compat",
+    "neox_par-raw",
+    "hooked-soft-cap",
+)
 
 
 def full_logits(model, states):
@@ -133,7 +142,13 @@ def test_loading_opens_no_socket(lens_model, tmp_path, monkeypatch):
 def write_lens(folder, params, **config):
     folder.mkdir(exist_ok=True)
     torch.save(params, folder / "params.pt")
-    base = {"base_model_name_or_path": "x", "d_model": 4, "num_hidden_layers": 2, "bias": True, "lens_type": "linear_tuned_lens"}
+    base = {
+        "base_model_name_or_path": "x",
+        "d_model": 4,
+        "num_hidden_layers": 2,
+        "bias": True,
+        "lens_type": "linear_tuned_lens",
+    }
     (folder / "config.json").write_text(json.dumps({**base, **config}))
 
 
@@ -160,14 +175,14 @@ class Payload:
         (
             params_of(n=1),
             {},
-            "lens must be of 2 translators, as its config says, got 1.bias missing or too many; fit it again, or convert "
-            "it to that layout",
+            "lens must be of 2 translators, as its config says, got 1.bias missing or too many; fit it again, or "
+            "convert it to that layout",
         ),
         (
             params_of(d=5),
             {},
-            "lens must be of d_model 4, as its config says, got 0.bias of shape (5,); fit it again, or convert it to that "
-            "layout",
+            "lens must be of d_model 4, as its config says, got 0.bias of shape (5,); fit it again, or convert it to "
+            "that layout",
         ),
         (
             params_of(),
@@ -200,8 +215,8 @@ def test_a_folder_without_the_files_is_refused(tmp_path):
     with pytest.raises(ValueError) as error:
         TunedLens.load(tmp_path / "gone")
     assert str(error.value) == (
-        f"lens must be a local folder with config.json and params.pt, got {tmp_path / 'gone'} without config.json; give a "
-        "folder with config.json and params.pt of a linear tuned lens"
+        f"lens must be a local folder with config.json and params.pt, got {tmp_path / 'gone'} without config.json; "
+        "give a folder with config.json and params.pt of a linear tuned lens"
     )
 
 
@@ -322,7 +337,11 @@ def test_a_fit_that_was_interrupted_ends_in_the_same_lens(lens_model, tmp_path, 
     [
         ("one text", {}, "texts must be a list of texts or of token ids, got str; one entry per document"),
         ([[1, 2]], {}, "texts must be at least two pieces of two tokens, got 1; give more text, or a smaller context"),
-        (texts_of(), {"held_out": 1.5}, "held_out must be between 0 and 1, got 1.5; 0.1 keeps a tenth of the text for measuring"),
+        (
+            texts_of(),
+            {"held_out": 1.5},
+            "held_out must be between 0 and 1, got 1.5; 0.1 keeps a tenth of the text for measuring",
+        ),
         (texts_of(), {"n_steps": 0}, "n_steps must be a whole number of at least 1, got 0; give a whole number"),
     ],
 )
@@ -386,15 +405,15 @@ def test_old_versions_of_transformer_lens_are_told_which_one_has_it(lens_model, 
     monkeypatch.setitem(sys.modules, "transformer_lens.tools.analysis", None)
     with pytest.raises(ImportError) as error:
         compare(lens_model, [IDS], methods="jacobian")
-    assert str(error.value) == (
-        'jacobian needs transformer-lens 3.9 or later; run pip install "transformer-lens>=3.9"'
-    )
+    assert str(error.value) == ('jacobian needs transformer-lens 3.9 or later; run pip install "transformer-lens>=3.9"')
 
 
 # --- embedding projection ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt2-raw", "gemma3-raw", "llama-raw", "cohere-compat", "hooked-LN", "hooked-no-norm"])
+@pytest.mark.parametrize(
+    "name", ["gpt2-raw", "gemma3-raw", "llama-raw", "cohere-compat", "hooked-LN", "hooked-no-norm"]
+)
 def test_embedding_projection_is_the_product_with_the_unembedding(name):
     model = small_model(name)
     states = collect_states(model, [IDS])
@@ -426,6 +445,8 @@ def test_tokens_names_what_each_row_promotes():
 
 
 def test_smollm2_lens_figures(smollm2):
-    lens = compare(smollm2, "The capital of France is", targets=" Paris", prepend_bos=False, methods="logit_lens")["logit_lens"]
+    lens = compare(smollm2, "The capital of France is", targets=" Paris", prepend_bos=False, methods="logit_lens")[
+        "logit_lens"
+    ]
     assert lens.tokens("top_ids")["final_post"][0] == " Paris" and int(lens.extra["rank"][-1]) == 0
     assert float(lens.extra["kl"][-1]) < 1e-5 and (lens.extra["kl"] >= 0).all()

@@ -150,7 +150,9 @@ def test_waterfall_adds_up(small):
 
 def test_waterfall_shows_what_a_gradient_rule_misses(small):
     rough = dataclasses.replace(
-        small, attribution=small.attribution * 0.9, info=dataclasses.replace(small.info, estimator="left", n_steps=4)
+        small,
+        attribution=small.attribution * 0.9,
+        info=dataclasses.replace(small.info, estimator="left", n_steps=4),
     )
     figure = plotting.waterfall(rough)
     names = [drawn(text) for text in figure.layout.yaxis.ticktext]
@@ -223,7 +225,9 @@ def test_any_dtype_is_plotted_without_a_warning(small, kind):
             return t
         return t.clone().requires_grad_() if kind == "grad" else t.to(getattr(torch, kind))
 
-    tensors = {f.name: cast(v) for f in dataclasses.fields(small) if isinstance(v := getattr(small, f.name), torch.Tensor)}
+    tensors = {
+        f.name: cast(v) for f in dataclasses.fields(small) if isinstance(v := getattr(small, f.name), torch.Tensor)
+    }
     result = dataclasses.replace(small, **tensors)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -237,7 +241,16 @@ def test_any_dtype_is_plotted_without_a_warning(small, kind):
 # --- labels -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", [DUPLICATES, NUMERIC, MARKUP, BLANK, ("same beginning, long enough",) * 3 + ("same beginning, long enougH",)])
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        DUPLICATES,
+        NUMERIC,
+        MARKUP,
+        BLANK,
+        ("same beginning, long enough",) * 3 + ("same beginning, long enougH",),
+    ],
+)
 @pytest.mark.parametrize("template", [None, "none", "plotly_dark"])
 def test_every_token_has_a_column_of_its_own(tokens, template):
     figure = plotting.heatmap(receipt(tokens), template=template)
@@ -360,7 +373,10 @@ def test_the_caption_says_what_the_numbers_are(small):
     assert narrow.margin.t > plotting.heatmap(small, width=900).layout.margin.t
 
 
-@pytest.mark.parametrize(("name", "dark"), [("plotly_white", False), ("plotly_dark", True), ("none", False), ("plotly_dark+xgridoff", True)])
+@pytest.mark.parametrize(
+    ("name", "dark"),
+    [("plotly_white", False), ("plotly_dark", True), ("none", False), ("plotly_dark+xgridoff", True)],
+)
 def test_colours_read_on_their_background(name, dark):
     colours = palette(name)
     assert colours.dark == dark
@@ -379,7 +395,9 @@ def test_the_default_template_decides_where_none_is_given(small, monkeypatch):
 
 def test_columns_of_a_ragged_batch_are_its_own():
     a, b = receipt(("x", "y", "z")), receipt(("u", "v"))
-    wide = [torch.cat([t, torch.full_like(t[..., :1], torch.nan)], -1) for t in (b.attribution, b.levels, b.model_level)]
+    wide = [
+        torch.cat([t, torch.full_like(t[..., :1], torch.nan)], -1) for t in (b.attribution, b.levels, b.model_level)
+    ]
     both = dataclasses.replace(
         a,
         attribution=torch.cat([a.attribution, wide[0]], 1),
@@ -408,11 +426,19 @@ def whole(message):
 def test_bad_arguments_are_named(small):
     with pytest.raises(ValueError, match=whole("batch must be between -1 and 0, got 1; the result has 1 rows")):
         plotting.heatmap(small, batch=1)
-    with pytest.raises(ValueError, match=whole("pos must be between -5 and 4, got 5; the result has 5 analysed positions")):
+    with pytest.raises(
+        ValueError, match=whole("pos must be between -5 and 4, got 5; the result has 5 analysed positions")
+    ):
         plotting.waterfall(small, pos=5)
-    with pytest.raises(ValueError, match=whole("window must be None or at least 1 column, got 0; None shows all tokens at once")):
+    with pytest.raises(
+        ValueError,
+        match=whole("window must be None or at least 1 column, got 0; None shows all tokens at once"),
+    ):
         plotting.heatmap(small, window=0)
-    with pytest.raises(ValueError, match=whole("width must be None or at least 10 pixels, got 9; None lets the figure choose")):
+    with pytest.raises(
+        ValueError,
+        match=whole("width must be None or at least 10 pixels, got 9; None lets the figure choose"),
+    ):
         plotting.trajectory(small, width=9)
     message = "study_or_result must be an AblationResult or an OnsetStudy, got IGLensResult; see ablate"
     with pytest.raises(TypeError, match=whole(message)):
@@ -467,7 +493,13 @@ def test_a_study_is_drawn_with_its_intervals():
         target_strings=("?",) * 12,
         info={"model": "toy"},
     )
-    study = judge(found, effects, torch.ones(12), n_resamples=50, ablation={"unit": "block", "mode": "skip", "at": "target"})
+    study = judge(
+        found,
+        effects,
+        torch.ones(12),
+        n_resamples=50,
+        ablation={"unit": "block", "mode": "skip", "at": "target"},
+    )
     figure = plotting.ablation(study)
     table = study.summary(stratum="all", layers="all")
     estimates = [t for t in figure.data if t.name == "estimate, 95 % interval"]

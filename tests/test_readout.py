@@ -174,7 +174,7 @@ def test_very_large_and_equal_logits():
     h = 50 * some_states(model)
     with torch.no_grad():
         logits = fully(model, h).double()
-    assert logits.amax(-1).max() > 200
+    assert logits.amax(-1).max() > 100  # exp(100) is beyond float32
     for ids in ((200,), (7,), (319,)):
         value = Readout(model, 1).value(h, objective("log_prob", 2, ids))
         torch.testing.assert_close(value, logits.log_softmax(-1)[..., ids[0]], rtol=1e-5, atol=1e-5)
@@ -190,7 +190,9 @@ def test_half_precision_reads_in_its_own_dtype_and_sums_in_float32(dtype):
     assert value.dtype == torch.float64
     close(value, expected, 2e-2)
     reference = reference_readout(model, h.double()).log_softmax(-1)[..., 7]
-    close(Readout(model, head="float32").value(h, objective("log_prob", 2)), reference, 2e-3)
+    # a HookedTransformer's norm rounds its own output to the dtype of the model
+    tolerance = 2e-3 if IS_4 else {torch.float16: 5e-3, torch.bfloat16: 3e-2}[dtype]
+    close(Readout(model, head="float32").value(h, objective("log_prob", 2)), reference, tolerance)
 
 
 def test_float16_states_whose_squares_overflow_stay_finite():

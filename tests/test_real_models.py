@@ -69,7 +69,9 @@ def test_sum_and_both_ends(real):
     close(ig_lens(model, result.tokens, pos_slice=None).levels[-1], probs.amax(-1), 2e-5)
 
 
-@pytest.mark.skipif(not IS_4, reason="transformer_lens.tools.analysis.logit_lens came with TransformerLens 4")
+@pytest.mark.skipif(
+    not IS_4, reason="transformer_lens.tools.analysis.logit_lens came with TransformerLens 4"
+)
 def test_levels_are_the_logit_lens_of_transformer_lens(real):
     from transformer_lens.tools.analysis import logit_lens
 
@@ -80,7 +82,26 @@ def test_levels_are_the_logit_lens_of_transformer_lens(real):
             model, result.tokens, return_type="probs", positions=None, targets=result.targets[0]
         )
         assert tuple(theirs.labels) == result.point_labels
-        close(result.levels, theirs.values[..., 0], 2e-5)
+        exact = in_float64(model, result)
+        close(result.levels, exact, 5e-6)
+        own_error = float((theirs.values[..., 0] - exact).abs().max())  # up to 5e-5 on Gemma's large vocabulary
+        close(result.levels, theirs.values[..., 0], 2e-5 + own_error)
+        if text == FRANCE:
+            close(result.levels[..., -1], theirs.values[..., -1, 0], 2e-5)
+
+
+@torch.no_grad()
+def in_float64(model, result):
+    """The levels with unembedding and softmax in float64, a few rows at a time."""
+    states = collect_states(model, result.tokens, pos_slice=None).resid
+    rows = model.ln_final(states.flatten(0, 2)[None])[0]
+    ids = result.targets[0].repeat(len(states))
+    weight = model.W_U.double()
+    parts = [
+        (x.double() @ weight).softmax(-1).gather(1, i[:, None])[:, 0]
+        for x, i in zip(rows.split(16), ids.split(16), strict=True)
+    ]
+    return torch.cat(parts).reshape(states.shape[:3])
 
 
 @pytest.mark.parametrize("baseline", ["embed", "zero", "mean", "bos"])
@@ -98,7 +119,9 @@ def test_baselines(real, baseline):
         logits = model.unembed(model.ln_final(start[:, None]))[:, 0]
     cap = getattr(model.cfg, "output_logits_soft_cap", None) or 0
     assert not cap or cap < 0  # neither model caps its output
-    close(result.levels[0, :, 0], logits.double().softmax(-1)[:, int(result.targets)], 2e-5)
+    # the mean of large states is rounded differently by another order of summation
+    tolerance = 2e-4 if baseline == "mean" else 2e-5
+    close(result.levels[0, :, 0], logits.double().softmax(-1)[:, int(result.targets)], tolerance)
     assert result.completeness_gap.abs().max() <= 1e-6
 
 

@@ -161,7 +161,13 @@ def test_a_batch_has_every_prompt(tmp_path):
     )
     page = Page(read(write_report(both, tmp_path / "r.html")))
     data = json.loads("".join(page.texts["data"]))
-    assert [(c["row"], c["token"]) for c in data["cells"]] == [(0, "x"), (0, "y"), (0, "z"), (1, "u"), (1, "v")]
+    assert [(c["row"], c["token"]) for c in data["cells"]] == [
+        (0, "x"),
+        (0, "y"),
+        (0, "z"),
+        (1, "u"),
+        (1, "v"),
+    ]
     assert [(f["first"], f["count"]) for f in data["figures"]] == [(0, 3), (3, 2)]
 
 

@@ -1,5 +1,7 @@
 """track and probability_flow: several tokens from one stream, and where probability goes."""
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,9 @@ from conftest import IDS, small_model
 from fixtures import bridge, identity_block, no_trace
 
 from tl_iglens import TokenSet, collect_states, ig_lens
+from tl_iglens.readout import Readout
 from tl_iglens.track import probability_flow, track
+from tl_iglens.watchers import tiles
 
 BATCH = [IDS, IDS[::-1]]
 
@@ -34,8 +38,6 @@ def test_a_track_is_ig_lens_for_each_candidate(model, quantity):
 
 
 def test_all_candidates_come_from_one_forward_and_one_stream(lens_model, monkeypatch):
-    from tl_iglens.readout import Readout
-
     forwards, rows = [], []
     scan = Readout.scan
     monkeypatch.setattr(Readout, "scan", lambda self, x, ids, **more: rows.append(len(x)) or scan(self, x, ids, **more))
@@ -123,22 +125,19 @@ def test_soft_caps_and_scales_are_part_of_both_distributions():
         model = bridge(family)
         flow, tracks = probability_flow(model, [IDS], k=320), track(model, [IDS], top_k=320)
         assert tracks.readout_gap.abs().max() < 2e-5
-        torch.testing.assert_close(tracks.attribution[:, 0, 0].max(-1).values, flow.gained[:, 0, 0, 0], atol=2e-6, rtol=1e-4)
+        torch.testing.assert_close(
+            tracks.attribution[:, 0, 0].max(-1).values, flow.gained[:, 0, 0, 0], atol=2e-6, rtol=1e-4
+        )
 
 
 def test_tiles_and_blocks_do_not_matter(lens_model, monkeypatch):
     whole = probability_flow(lens_model, BATCH, pos_slice=None)
-    monkeypatch.setattr("tl_iglens.track._ROWS", 5)
-    monkeypatch.setattr("tl_iglens.track.tiles", lambda readout, x: _narrow(readout, x))
+    module = importlib.import_module("tl_iglens.track")
+    monkeypatch.setattr(module, "_ROWS", 5)
+    monkeypatch.setattr(module, "tiles", lambda readout, x: tiles(readout, x, 7))
     small = probability_flow(lens_model, BATCH, pos_slice=None, tile_bytes=64)
     torch.testing.assert_close(small.total_variation, whole.total_variation, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(small.gained, whole.gained, atol=1e-6, rtol=1e-5)
-
-
-def _narrow(readout, x):
-    from tl_iglens.watchers import tiles
-
-    return tiles(readout, x, 7)
 
 
 def test_paths_with_fewer_or_more_points(lens_model):
@@ -168,7 +167,10 @@ def test_collected_states_can_be_used_again(lens_model):
             'candidates=[" Paris", " London"]',
         ),
         (lambda m: track(m, [IDS], top_k=0), "top_k must be a whole number of at least 1, got 0; give a whole number"),
-        (lambda m: probability_flow(m, [IDS], k=0), "k must be a whole number of at least 1, got 0; give a whole number"),
+        (
+            lambda m: probability_flow(m, [IDS], k=0),
+            "k must be a whole number of at least 1, got 0; give a whole number",
+        ),
         (
             lambda m: track(m, [IDS], candidates=[-1]),
             "targets must be a token id between 0 and d_vocab-1={}, got -1; negative ids do not count from the end",

@@ -312,6 +312,9 @@ class _Reader:
             rows, d_model = len(act), act.shape[-1]
             self.resid = act.new_empty(len(self.points), *self.places.shape, d_model)
             self.mean, self.first = (act.new_empty(len(self.points), rows, d_model) for _ in range(2))
+        wider = torch.promote_types(self.resid.dtype, act.dtype)
+        if wider != self.resid.dtype:  # a stream may leave the embedding in a narrower type than it goes on in
+            self.resid, self.mean, self.first = (x.to(wider) for x in (self.resid, self.mean, self.first))
         i = self.points.index(point)
         weight = mask.to(compute_dtype(act.dtype)) / mask.sum(1, keepdim=True)
         self.resid[i] = self.take(act)

@@ -1,5 +1,7 @@
 """compare: IG-Lens beside the tools people know, on the same points, positions and targets."""
 
+import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,19 +12,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ._checks import check_mid, check_model, fail, unwrap
-from .collect import ResidualStates, collect_states
+from .collect import collect_states
 from .lens import ig_lens
 from .methods import METHODS, hooks_of, read_methods
 from .methods.base import UNITS, MethodResult, Question
 from .path import Point, resolve_path
 from .readout import Readout
-from .result import IGLensResult, RunInfo
+from .result import RunInfo
 from .tokens import is_next, next_tokens, resolve_objective
 
-_SHARED = {
-    "targets", "incorrect_targets", "pos_slice", "layers", "incl_mid", "baseline", "estimator", "n_steps", "quantity",
-    "attention_mask", "prepend_bos", "states", "batch_size", "tile_bytes", "progress", "fwd_hooks",
-}  # fmt: skip
+_SHARED = set(inspect.signature(ig_lens).parameters) - {"model", "input"}
 _CELL = ["batch", "column", "pos", "token", "target_id", "target"]
 
 
@@ -95,7 +94,7 @@ def _question(
     from_embed = receipt.info.baseline == "embed"
     layers, incl_mid = shared.get("layers"), bool(shared.get("incl_mid"))
     path = resolve_path(receipt.info.n_layers, layers, incl_mid=incl_mid, from_embed=from_embed)
-    readout = Readout(model, shared.get("tile_bytes"))
+    readout = Readout(model, shared.get("tile_bytes"), shared.get("head", "model"))
     if states.output.bare_head:
         readout.use_bare_head()
     targets = states.output.top if shared.get("targets") is None else shared["targets"]
@@ -180,15 +179,12 @@ class Comparison:
         rows = []
         for b, p in (self.positions >= 0).nonzero().tolist():
             for name, result in self.results.items():
-                levels = result.expected is None
                 offset = 0.0 if result.offset is None else float(result.offset[b, p])
-                rows.append(
-                    (*self._cell(b, p), name, result.kind, result.unit, len(result.labels), result.sums_to)
-                    + (float(result.values[:, b, p].sum()), offset, float(result.total[b, p]))
-                    + (float("nan") if levels else float(result.expected[b, p]), float(result.gap[b, p]))
-                    + (float("nan") if result.error is None else float(result.error[b, p]),)
-                    + (float(self.delta["prob"][b, p]), float(self.delta["logit"][b, p]))
-                )
+                nature = (name, result.kind, result.unit, len(result.labels), result.sums_to)
+                sums = (float(result.values[:, b, p].sum()), offset, float(result.total[b, p]))
+                whole = (_number(result.expected, b, p), float(result.gap[b, p]), _number(result.error, b, p))
+                deltas = (float(self.delta["prob"][b, p]), float(self.delta["logit"][b, p]))
+                rows.append((*self._cell(b, p), *nature, *sums, *whole, *deltas))
         names = ["method", "kind", "unit", "rows", "sums_to", "sum", "offset", "total", "expected", "gap", "error"]
         return pd.DataFrame(rows, columns=[*_CELL, *names, "delta_p", "delta_logit"])
 
@@ -216,4 +212,13 @@ class Comparison:
         wide = wide.reindex(columns=list(columns)).rename(columns=columns).reset_index()
         wide.columns.name = None
         rank = wide["point"].map(order)
-        return wide.assign(_rank=rank).sort_values(["batch", "column", "_rank"], kind="stable").drop(columns="_rank").reset_index(drop=True)
+        return (
+            wide.assign(_rank=rank)
+            .sort_values(["batch", "column", "_rank"], kind="stable")
+            .drop(columns="_rank")
+            .reset_index(drop=True)
+        )
+
+
+def _number(values: Tensor | None, b: int, p: int) -> float:
+    return math.nan if values is None else float(values[b, p])

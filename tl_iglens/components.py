@@ -136,14 +136,14 @@ def direct_probability_attribution(
     ids = torch.zeros(shape, dtype=torch.long) if targets is None else targets
     objective = resolve_objective(model, readout.d_vocab, ids, incorrect_targets, quantity, shape)
     given = _directions(components, path, route, (*shape, readout.d_model))
-    ask = _Ask(model, readout, objective, targets is None, unit, given, route, path, baseline, n_nodes)
+    ask = ComponentQuestion(model, readout, objective, targets is None, unit, given, route, path, baseline, n_nodes)
     return ask.answer(
         WindowReader(model, prompts, positions, states, hooks, fwd_hooks, batch_size), top_k, progress
     )
 
 
 @dataclass
-class _Ask:
+class ComponentQuestion:
     """One question, asked of the cells of each window in turn."""
 
     model: Any

@@ -82,12 +82,9 @@ def _page(result: IGLensResult, title: str | None, rule: str, fraction: float) -
         "first": _text(result.labels[0]),
         "last": _text(result.labels[-1]),
         "shades": "\n".join(
-            f".o{i} {{ background: {back}; color: {ink} !important; }}"
-            for i, (back, ink) in enumerate(shades)
+            f".o{i} {{ background: {back}; color: {ink} !important; }}" for i, (back, ink) in enumerate(shades)
         ),
-        "gradient": ", ".join(back for back, _ in shades)
-        if len(shades) > 1
-        else f"{shades[0][0]}, {shades[0][0]}",
+        "gradient": ", ".join(back for back, _ in shades) if len(shades) > 1 else f"{shades[0][0]}, {shades[0][0]}",
         "prompts": "\n".join(_prompt(result, b, cells, onset) for b in rows),
         "table": _table(result, cells, onset),
         "about": _about(result),
@@ -137,8 +134,7 @@ def _prompt(result: IGLensResult, b: int, cells: list[tuple[int, int]], onset: A
             segment = int(onset.index[cells[number[place]]])
             shade = f"o{segment}" if segment >= 0 else "o-none"
             pieces.append(
-                f"<button type='button' class='tok {shade}' data-cell='{number[place]}'>"
-                f"{_text(text)}</button>"
+                f"<button type='button' class='tok {shade}' data-cell='{number[place]}'>{_text(text)}</button>"
             )
         else:
             pieces.append(f"<span class='tok'>{_text(text)}</span>")
@@ -178,8 +174,7 @@ def _table(result: IGLensResult, cells: list[tuple[int, int]], onset: Any) -> st
             _cell(_number(result, delta, signed=True), "n"),
             _cell(_text(onset.labels[b][p])),
             _cell(
-                f"{_text(result.labels[largest])} "
-                + _number(result, result.attribution[largest, b, p], signed=True)
+                f"{_text(result.labels[largest])} " + _number(result, result.attribution[largest, b, p], signed=True)
             ),
             _cell(f"{float(cancellation[b, p]):.2f}".replace("nan", "undefined"), "n"),
         ]
@@ -212,9 +207,7 @@ def _about(result: IGLensResult) -> str:
         for name, value in known.items()
     ]
     body = "".join(
-        f"<dt>{html.escape(name)}</dt><dd>{_text(str(value))}</dd>"
-        for name, value in rows
-        if value not in ("", ())
+        f"<dt>{html.escape(name)}</dt><dd>{_text(str(value))}</dd>" for name, value in rows if value not in ("", ())
     )
     return f"<dl>{body}</dl>"
 
@@ -249,9 +242,7 @@ def _data(
                 "onset": int(onset.index[b, p]),
             }
         )
-    colours = {
-        name: palette(template) for name, template in (("light", "plotly_white"), ("dark", "plotly_dark"))
-    }
+    colours = {name: palette(template) for name, template in (("light", "plotly_white"), ("dark", "plotly_dark"))}
     return {
         "labels": [visible(label) for label in result.labels],
         "start": visible(result.point_labels[0]),
@@ -266,8 +257,7 @@ def _data(
         "cells": facts,
         "figures": [_figure(result, b, [c for c in cells if c[0] == b], cells, rule, fraction) for b in rows],
         "palettes": {
-            n: {k: getattr(c, k) for k in ("gain", "loss", "paper", "ink", "scale")}
-            for n, c in colours.items()
+            n: {k: getattr(c, k) for k in ("gain", "loss", "paper", "ink", "scale")} for n, c in colours.items()
         },
     }
 
@@ -288,9 +278,7 @@ def _figure(
     figure = draw(result, shown, onset_rule=rule, fraction=fraction, template="none", title="")
     known = json.loads(figure.to_json())
     for trace in known["data"]:
-        for name in (
-            ("z", "customdata", "hovertext", "text") if trace["type"] == "heatmap" else ("customdata",)
-        ):
+        for name in ("z", "customdata", "hovertext", "text") if trace["type"] == "heatmap" else ("customdata",):
             trace.pop(name, None)
     grid, over, across = known["data"][0], known["data"][2], known["data"][3]
     form = f"+.{_digits(result)}f"
@@ -299,10 +287,11 @@ def _figure(
     over["hovertemplate"] = f"<b>%{{x}}</b><br>Σ over segments %{{y:{form}}}<extra></extra>"
     across["hovertemplate"] = f"<b>%{{y}}</b><br>Σ over tokens %{{x:{form}}}<extra></extra>"
     layout = known["layout"]
+    taken = 21 * (layout["title"]["text"].count("<br>") + 1)  # by title and caption, which the page has
+    layout["margin"]["t"] -= taken
+    layout["height"] -= taken
     for name in ("title", "template", "width"):
         layout.pop(name, None)
-    layout["height"] -= layout["margin"]["t"] - 75
-    layout["margin"]["t"] = 75
     return {
         "data": known["data"],
         "layout": layout,

@@ -33,7 +33,7 @@ def track(
     model: Any,
     input: Any = None,
     *,
-    candidates: Sequence[Any] | Tensor | None = None,
+    candidates: Any = None,
     top_k: int = 5,
     quantity: str = "prob",
     pos_slice: Any = -1,
@@ -44,6 +44,7 @@ def track(
     states: ResidualStates | None = None,
     batch_size: int | None = None,
     tile_bytes: int | None = None,
+    head: str = "model",
     fwd_hooks: Hooks = (),
 ) -> "Tracks":
     """Levels and exact credits of several tokens at the same rows, ``[…, batch, pos, candidate]``.
@@ -54,8 +55,9 @@ def track(
         quantity: ``"prob"``, ``"log_prob"`` or ``"logit"``. The rest as for ``ig_lens``, from the embedding on.
     """
     check_choice("quantity", quantity, QUANTITIES)
-    run = _Run.of(model, input, states, layers, incl_mid, tile_bytes, pos_slice=pos_slice, attention_mask=attention_mask,
-                  prepend_bos=prepend_bos, batch_size=batch_size, fwd_hooks=fwd_hooks)  # fmt: skip
+    about = {"pos_slice": pos_slice, "attention_mask": attention_mask, "prepend_bos": prepend_bos}
+    about |= {"batch_size": batch_size, "fwd_hooks": fwd_hooks}
+    run = _Run.of(model, input, states, layers, incl_mid, (tile_bytes, head), **about)
     if candidates is None:
         candidates = run.top(check_positive("top_k", top_k))
     objectives = _objectives(run, candidates, quantity)
@@ -71,9 +73,7 @@ def track(
         each = zip(objectives, z.split(widths, -1), strict=True)
         return torch.stack([_flat(objective, run.present, cells).value(part, log_z) for objective, part in each], -1)
 
-    parts = [
-        segment_credits(lambda h, c=cells: f(h, c), points[:, :, None]) for cells, points in run.blocks(_ROWS * 4)
-    ]
+    parts = [segment_credits(lambda h, c=cells: f(h, c), points[:, :, None]) for cells, points in run.blocks(_ROWS * 4)]
     own = model_level_logits(run.readout, run.states, torch.cat([o.ids for o in objectives], -1))
     model_level = torch.stack(
         [o.value(z, run.states.output.log_z) for o, z in zip(objectives, own.split(widths, -1), strict=True)], -1
@@ -106,6 +106,7 @@ def probability_flow(
     states: ResidualStates | None = None,
     batch_size: int | None = None,
     tile_bytes: int | None = None,
+    head: str = "model",
     fwd_hooks: Hooks = (),
 ) -> "ProbabilityFlow":
     """For every segment the ``k`` tokens that gained and that lost most probability, and how much moved in all.
@@ -113,8 +114,9 @@ def probability_flow(
     Two passes over the vocabulary: one for log Z of every point, one for the differences of the two distributions of
     every segment, a run of tokens at a time. Arguments as for ``ig_lens``, from the embedding on.
     """
-    run = _Run.of(model, input, states, layers, incl_mid, tile_bytes, pos_slice=pos_slice, attention_mask=attention_mask,
-                  prepend_bos=prepend_bos, batch_size=batch_size, fwd_hooks=fwd_hooks)  # fmt: skip
+    about = {"pos_slice": pos_slice, "attention_mask": attention_mask, "prepend_bos": prepend_bos}
+    about |= {"batch_size": batch_size, "fwd_hooks": fwd_hooks}
+    run = _Run.of(model, input, states, layers, incl_mid, (tile_bytes, head), **about)
     k = min(check_positive("k", k), run.readout.d_vocab)
     blocks = [_flow(run, points, k) for _, points in run.blocks(_ROWS)]
     gained, gained_ids, lost, lost_ids, moved, residue = (torch.cat(parts, 1) for parts in zip(*blocks, strict=True))
@@ -165,7 +167,7 @@ class _Run:
 
     @classmethod
     def of(
-        cls, model: Any, input: Any, states: Any, layers: Any, incl_mid: bool, tile_bytes: int | None, **about: Any
+        cls, model: Any, input: Any, states: Any, layers: Any, incl_mid: bool, reading: tuple[Any, str], **about: Any
     ) -> "_Run":
         model = unwrap(model)
         check_model(model)
@@ -176,7 +178,7 @@ class _Run:
             fail("input", "None where states is given", "both", "states already hold their prompt")
         elif states.n_layers != path.n_layers:
             fail("states", f"of a model with {path.n_layers} layers", states.n_layers, "collect them with this model")
-        readout = Readout(model, tile_bytes)
+        readout = Readout(model, *reading)
         if states.output.bare_head:
             readout.use_bare_head()
         return cls(model, readout, states, path)
@@ -245,9 +247,7 @@ def _names(run: _Run, objectives: Sequence[Objective]) -> tuple[tuple[tuple[str,
         return texts[0] if len(texts) == 1 else "{" + ", ".join(texts) + "}"
 
     n_rows, width = run.present.shape
-    return tuple(
-        tuple(tuple(name(o, b, p) for o in objectives) for p in range(width)) for b in range(n_rows)
-    )
+    return tuple(tuple(tuple(name(o, b, p) for o in objectives) for p in range(width)) for b in range(n_rows))
 
 
 @dataclass(frozen=True)

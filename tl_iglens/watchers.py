@@ -114,7 +114,7 @@ def logits_between(
     readout: Readout, x: Float[Tensor, "row d_model"], start: int, stop: int
 ) -> Float[Tensor, "row tile"]:
     """Transformed logits of normed rows for a run of the vocabulary, in float32 or better."""
-    logits = x @ readout.W_U[:, start:stop]
+    logits = x @ readout.W_U[:, start:stop].to(x.dtype)
     if readout.b_U is not None:
         logits += readout.b_U[start:stop]
     return readout.transform(logits).to(readout.acc_dtype)
@@ -133,12 +133,12 @@ def projections(
 ) -> Iterator[tuple[int, Float[Tensor, "row tile"]]]:
     """⟨w_v, x⟩ alone, without bias and transform, one run of the vocabulary at a time, with its first token."""
     for first in range(0, readout.d_vocab, width):
-        yield first, (x @ readout.W_U[:, first : first + width]).to(readout.acc_dtype)
+        yield first, (x @ readout.W_U[:, first : first + width].to(x.dtype)).to(readout.acc_dtype)
 
 
 def _logits_of(readout: Readout, x: Tensor, ids: Int[Tensor, "row id"]) -> Float[Tensor, "row id"]:
     """Transformed logits of a few tokens per row."""
-    logits = torch.einsum("rd,dri->ri", x, readout.W_U[:, ids])
+    logits = torch.einsum("rd,dri->ri", x, readout.W_U[:, ids].to(x.dtype))
     if readout.b_U is not None:
         logits = logits + readout.b_U[ids]
     return readout.transform(logits).to(readout.acc_dtype)

@@ -21,6 +21,8 @@ from typing import Any
 
 from .._checks import check_choice, fail
 from .base import MethodResult, Question
+from .direct_probability import direct_probability
+from .direct_probability import hooks as _component_hooks
 from .embedding_projection import embedding_projection
 from .ig_lens import credits
 from .jacobian import jacobian
@@ -60,6 +62,7 @@ METHODS: dict[str, Method] = {
     "tuned_lens": Method(tuned_lens),
     "jacobian": Method(jacobian),
     "dla": Method(logit_attribution, _attribution_hooks),
+    "dpa": Method(direct_probability, _component_hooks),
     "embedding_projection": Method(embedding_projection),
     "layer_ig": Method(layer_ig),
     "layer_conductance": Method(layer_conductance),

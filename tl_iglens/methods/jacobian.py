@@ -31,7 +31,9 @@ def jacobian(question: Question, *, lens: Any = None, top_k: int = 5) -> MethodR
     n = question.n_layers
     points = tuple(Point(l) for l in question.bounds[1:] if l == n or l - 1 in lens.jacobians)
     states = question.at(points)
-    moved = [h if p.block == n else lens.transport(h, p.block - 1).to(h.dtype) for p, h in zip(points, states, strict=True)]
+    moved = [
+        h if p.block == n else lens.transport(h, p.block - 1).to(h.dtype) for p, h in zip(points, states, strict=True)
+    ]
     notes = (f"lens of {len(lens.jacobians)} layers fitted on {lens.n_prompts} prompts",)
     return read_levels(question, "jacobian", torch.stack(moved), top_k, **ends_of(points, n), notes=notes)
 

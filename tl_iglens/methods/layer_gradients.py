@@ -22,7 +22,7 @@ from .._checks import check_positive, fail
 from ..collect import only_rows
 from ..path import Point
 from ..quantity import Objective
-from ..tokens import Prompts, token_text
+from ..tokens import Prompts, resolve_objective, token_text
 from .base import MethodResult, Question, ends_of
 
 _START = "blocks.0.hook_resid_pre"
@@ -80,8 +80,7 @@ def _captum() -> Any:
         import captum.attr
     except ImportError as error:
         raise ImportError(
-            "layer_ig and layer_conductance need Captum, which is not installed; "
-            'run pip install "tl-iglens[captum]"'
+            'layer_ig and layer_conductance need Captum, which is not installed; run pip install "tl-iglens[captum]"'
         ) from error
     return captum.attr
 
@@ -95,10 +94,10 @@ def _layer_totals(
     check_positive("n_steps", n_steps)
     points = tuple(Point(bound) for bound in question.bounds[1:])
     shape = (len(points), *question.states.positions.shape)
-    total, at_target, delta = (torch.full(shape, torch.nan, dtype=torch.float64) for _ in range(3))
-    change = torch.full(shape[1:], torch.nan, dtype=torch.float64)
     # tensors made under a caller's inference mode cannot carry gradients: leave it, whatever it is
     with torch.inference_mode(False), torch.enable_grad():
+        total, at_target, delta = (torch.full(shape, torch.nan, dtype=torch.float64) for _ in range(3))
+        change = torch.full(shape[1:], torch.nan, dtype=torch.float64)
         packed, baseline = _prompts(question, baseline_prompt)
         for column in range(shape[2]):
             rows = question.states.present[:, column].nonzero()[:, 0].clone()
@@ -183,7 +182,12 @@ class _Forward:
 def _prompts(question: Question, baseline_prompt: Any) -> tuple[Prompts, Int[Tensor, "batch ctx"]]:
     prompts = question.states.prompts
     if prompts.has_gaps:
-        fail("attention_mask", "1 between the first and last token of a row", "a gap", "layer gradients need whole prompts")
+        fail(
+            "attention_mask",
+            "1 between the first and last token of a row",
+            "a gap",
+            "layer gradients need whole prompts",
+        )
     packed, _ = prompts.right_padded()
     tokenizer = getattr(question.model, "tokenizer", None)
     if baseline_prompt is None:
@@ -193,20 +197,20 @@ def _prompts(question: Question, baseline_prompt: Any) -> tuple[Prompts, Int[Ten
             todo = "pass a token id or ids of the same length as baseline_prompt"
             fail("baseline_prompt", "given for a model without a tokenizer", "None", todo)
     if isinstance(baseline_prompt, str):
-        baseline_prompt = _single(question, baseline_prompt)
+        one = resolve_objective(question.model, question.readout.d_vocab, baseline_prompt, None, "prob", (1, 1))
+        baseline_prompt = int(one.ids[0, 0, 0])
     baseline = torch.as_tensor(baseline_prompt).cpu()
     rule = f"one token, or ids of shape {list(packed.ids.shape)}"
     if baseline.is_floating_point() or (baseline.ndim and tuple(baseline.shape) != tuple(packed.ids.shape)):
-        fail("baseline_prompt", rule, f"{baseline.dtype} of shape {list(baseline.shape)}", "zero embeddings are no prompt")
+        fail(
+            "baseline_prompt",
+            rule,
+            f"{baseline.dtype} of shape {list(baseline.shape)}",
+            "zero embeddings are no prompt",
+        )
     if int(baseline.min()) < 0 or int(baseline.max()) >= question.readout.d_vocab:
         fail("baseline_prompt", rule, int(baseline.max()), "use the model's own tokenizer")
     return packed, baseline.long().expand_as(packed.ids)
-
-
-def _single(question: Question, text: str) -> int:
-    from ..tokens import resolve_objective
-
-    return int(resolve_objective(question.model, question.readout.d_vocab, text, None, "prob", (1, 1)).ids[0, 0, 0])
 
 
 def _tensor(attribution: Any, point: Point) -> Tensor:

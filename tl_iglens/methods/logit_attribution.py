@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import ActivationCache
 
-from .._checks import check_choice, fail
+from .._checks import ReadoutMismatchError, check_choice, fail
 from ..path import Point, resolve_path
 from .base import NO_POINT, MethodResult, Question, ends_of
 
@@ -69,7 +69,7 @@ def logit_attribution(question: Question, *, unit: str | None = None) -> MethodR
     logits the shares are of the logit before the cap.
 
     Raises ValueError for a target that is a set of tokens, a unit the model's blocks do not have, or heads whose
-    outputs do not add up to their attention; ArithmeticError where the terms miss the logit.
+    outputs do not add up to their attention; ReadoutMismatchError where the terms miss the logit.
     """
     unit = unit or ("component" if question.states.has_mid and question.path.points[-2].mid else "block")
     head = direction_of(question)
@@ -86,9 +86,9 @@ def logit_attribution(question: Question, *, unit: str | None = None) -> MethodR
     if not _is_complete(question, head, terms):
         total, expected = terms.values.sum(0) + head.bias, head.logit
         worst = int((total - expected).abs().argmax())
-        raise ArithmeticError(
-            f"model must be one whose {unit} outputs and bias sum to its logit, got {float(total[worst]):.6g} instead of "
-            f"{float(expected[worst]):.6g}; its blocks do more than add to the stream, use unit='block'"
+        raise ReadoutMismatchError(
+            f"model must be one whose {unit} outputs and bias sum to its logit, got {float(total[worst]):.6g} instead "
+            f"of {float(expected[worst]):.6g}; its final norm or head is not of a form that can be split"
         )
     return _result(question, unit, head, terms)
 

@@ -49,7 +49,11 @@ def read_levels(
     final = readout.normed(question.at(question.path.states[-1:])[0])
     ids = repeat(objective.ids, "cell id -> (cell point) id", point=n_points)
     cell = repeat(torch.arange(n_cells), "cell -> (cell point)", point=n_points)
-    rank, top, entropy = (Rank(readout, x, ids[:, 0]), TopK(len(x), top_k, readout.device), Entropy(len(x), readout.device))
+    rank, top, entropy = (
+        Rank(readout, x, ids[:, 0]),
+        TopK(len(x), top_k, readout.device),
+        Entropy(len(x), readout.device),
+    )
     log_z = question.states.output.log_z[question.states.present]
     kl = Divergence(readout, final, log_z, cell)
     scan = readout.scan(x, ids, watchers=(rank, top, entropy, kl))

@@ -7,6 +7,7 @@ trained to bring KL(final ‖ lens_l) down by stochastic gradient descent with N
 Source: Belrose et al., "Eliciting Latent Predictions from Transformers with the Tuned Lens" (2023).
 """
 
+import hashlib
 import json
 import pickle
 import random
@@ -37,8 +38,8 @@ from .logit_lens import read_levels
 LENS_TYPE = "linear_tuned_lens"
 _FIT_TODO = "fit a lens on this model with TunedLens.fit(model, texts)"
 _PROCESSED = (
-    "lens must be used on the weights it was fitted on, got a model with processed weights; published lenses are fitted "
-    "on raw Hugging Face states, so load the model without compatibility mode or from_pretrained_no_processing"
+    "lens must be used on the weights it was fitted on, got a model with processed weights; published lenses are "
+    "fitted on raw Hugging Face states, so load the model without compatibility mode or from_pretrained_no_processing"
 )
 
 
@@ -53,7 +54,9 @@ def tuned_lens(question: Question, *, lens: "TunedLens | str | FilePath | None" 
     lens = lens if isinstance(lens, TunedLens) else TunedLens.load(lens)
     lens.check(question.model)
     points = tuple(point for point in question.path.states if not point.mid)
-    translated = torch.stack([lens.translate_at(point.block, h) for point, h in zip(points, question.at(points), strict=True)])
+    translated = torch.stack(
+        [lens.translate_at(point.block, h) for point, h in zip(points, question.at(points), strict=True)]
+    )
     where = ends_of(points, question.n_layers)
     return read_levels(question, "tuned_lens", translated, top_k, **where, notes=(lens.describe(),))
 
@@ -151,7 +154,7 @@ class TunedLens:
 
     @classmethod
     def fit(cls, model: Any, texts: Any, **options: Any) -> "TunedLens":
-        """A lens trained on texts; see :func:`fit_tuned_lens` for the options. ``lens.report`` holds its held-out KL."""
+        """A lens trained on texts, its held-out KL in ``lens.report``; options as for :func:`fit_tuned_lens`."""
         return fit_tuned_lens(model, texts, **options)
 
 
@@ -173,7 +176,9 @@ def _from_params(params: Any, config: Mapping[str, Any]) -> TunedLens:
     for key in sorted(wanted):
         shape = (d_model, d_model) if key.endswith("weight") else (d_model,)
         if tuple(params[key].shape) != shape:
-            fail("lens", f"of d_model {d_model}, as its config says", f"{key} of shape {tuple(params[key].shape)}", todo)
+            fail(
+                "lens", f"of d_model {d_model}, as its config says", f"{key} of shape {tuple(params[key].shape)}", todo
+            )
     weight = torch.stack([params[f"{l}.weight"].float() for l in range(n_layers)])
     bias = torch.stack([params[f"{l}.bias"].float() for l in range(n_layers)])
     if not bool(torch.isfinite(weight).all() and torch.isfinite(bias).all()):
@@ -201,7 +206,11 @@ class FitReport:
     losses: tuple[float, ...]  # mean over layers, per step
 
     def to_dataframe(self) -> pd.DataFrame:
-        columns = {"layer": range(len(self.kl)), "tuned_lens": self.kl.tolist(), "logit_lens": self.logit_lens_kl.tolist()}
+        columns = {
+            "layer": range(len(self.kl)),
+            "tuned_lens": self.kl.tolist(),
+            "logit_lens": self.logit_lens_kl.tolist(),
+        }
         return pd.DataFrame(columns)
 
 
@@ -311,7 +320,12 @@ class _Training:
         odd = [name for name, value in settings.items() if known.get(name) != value]
         if odd:
             got = f"one with {odd[0]}={known.get(odd[0])!r}"
-            fail("checkpoint", f"of this fit ({odd[0]}={settings[odd[0]]!r})", got, "use another file, or the same settings")
+            fail(
+                "checkpoint",
+                f"of this fit ({odd[0]}={settings[odd[0]]!r})",
+                got,
+                "use another file, or the same settings",
+            )
         return cls(**held, losses=json.loads(meta["losses"]), n_tokens=int(meta["n_tokens"]))
 
     def save(self, path: str | FilePath, settings: Mapping[str, Any]) -> None:
@@ -348,7 +362,9 @@ def _gradients(
     bounds = [states.index(Point(l)) for l in range(states.n_layers + 1)]
     h = states.resid[bounds][:, present].to(weight.dtype)
     n_layers, n_cells = len(h) - 1, h.shape[1]
-    translated = h[:-1] + einsum(h[:-1], weight, "layer cell d_in, layer d_out d_in -> layer cell d_out") + bias[:, None]
+    translated = (
+        h[:-1] + einsum(h[:-1], weight, "layer cell d_in, layer d_out d_in -> layer cell d_out") + bias[:, None]
+    )
     rows = rearrange(translated, "layer cell d -> (cell layer) d").to(states.resid.dtype)
     kl, x, pull = divergence_and_gradient(readout, rows, h[-1].to(states.resid.dtype), n_layers)
     back = readout.norm.vjp(rows, x, pull).to(weight.dtype)
@@ -444,8 +460,6 @@ def _states_of(model: Any, pieces: Sequence[Sequence[int]]) -> ResidualStates:
 
 
 def _digest(pieces: Sequence[Sequence[int]]) -> str:
-    import hashlib
-
     return hashlib.sha256(json.dumps(sorted(pieces)).encode()).hexdigest()[:16]
 
 
@@ -454,7 +468,8 @@ def generate_texts(
 ) -> list[list[int]]:
     """Token ids of texts the model itself writes after each opener: something to fit on where no corpus is at hand.
 
-    Openers of the same length are continued together. The caller's random state stays as it was.
+    Openers of the same length are continued together, and every step reads the whole text again: the key–value
+    cache of a bridge depends on the versions around it. The caller's random state stays as it was.
     """
     model = unwrap(model)
     check_model(model)
@@ -463,10 +478,11 @@ def generate_texts(
         ids = read_prompts(model, opener).ids
         by_length.setdefault(ids.shape[1], []).append(ids)
     texts: list[list[int]] = []
-    options = {"do_sample": True, "temperature": temperature, "stop_at_eos": False, "verbose": False}
+    options = {"do_sample": True, "temperature": temperature, "use_past_kv_cache": False}
+    options |= {"stop_at_eos": False, "verbose": False, "return_type": "tokens"}
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         for rows in by_length.values():
             ids = torch.cat(rows).to(model.W_U.device)
-            texts += model.generate(ids, max_new_tokens=n_tokens, return_type="tokens", **options).tolist()
+            texts += model.generate(ids, max_new_tokens=n_tokens, **options).tolist()
     return texts

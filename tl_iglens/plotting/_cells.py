@@ -59,9 +59,7 @@ def one(result: Any, batch: int = 0, pos: int = -1) -> Columns:
     """One analysed position of a row; ``pos`` counts the analysed ones, −1 is the last of them."""
     every = columns(result, batch)
     i = _index("pos", pos, len(every), "analysed positions")
-    return Columns(
-        every.batch, (every.index[i],), (every.places[i],), (every.tokens[i],), (every.targets[i],)
-    )
+    return Columns(every.batch, (every.index[i],), (every.places[i],), (every.tokens[i],), (every.targets[i],))
 
 
 def _index(argument: str, value: Any, size: int, what: str) -> int:

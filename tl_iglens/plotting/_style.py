@@ -124,9 +124,7 @@ def unit(quantity: str) -> str:
 def check_size(width: Any, height: Any) -> None:
     """Sizes are pixels plotly accepts."""
     for name, value in (("width", width), ("height", height)):
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int | float) or value < 10
-        ):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 10):
             fail(name, "None or at least 10 pixels", repr(value), "None lets the figure choose")
 
 
@@ -147,13 +145,9 @@ def finish(
     (``t``: below the caption).
     """
     check_size(width, height)
-    per_line = max(20, int(((width or _DEFAULT_WIDTH) - 40) / (_CAPTION_SIZE * 0.53)))
-    lines = [part for line in caption for part in _wrapped(line, per_line)]
-    heading = textwrap.wrap(title, max(15, int(per_line * 0.7))) or [""]
-    text = "<br>".join(map(escape, heading))
-    text += "".join(f"<br><span style='font-size:{_CAPTION_SIZE}px'>{escape(line)}</span>" for line in lines)
     space = {"l": 70, "r": 30, "t": 20, "b": 60, **(margin or {})}
-    space["t"] += 18 + 21 * (len(heading) + len(lines))
+    text, lines = _heading(title, caption, width)
+    space["t"] += 18 + 21 * lines
     if template is not None:
         figure.layout.template = template
     figure.update_annotations(font={"size": 13})
@@ -168,6 +162,16 @@ def finish(
         hoverlabel={"align": "left", "namelength": -1},
     )  # fmt: skip
     return figure
+
+
+def _heading(title: str, caption: Sequence[str], width: Any) -> tuple[str, int]:
+    """Title and caption as one text, broken to fit the width, and its number of lines."""
+    per_line = max(20, int(((width or _DEFAULT_WIDTH) - 40) / (_CAPTION_SIZE * 0.53)))
+    lines = [part for line in caption for part in _wrapped(line, per_line)]
+    heading = textwrap.wrap(title, max(15, int(per_line * 0.7))) or [""]
+    text = "<br>".join(map(escape, heading))
+    text += "".join(f"<br><span style='font-size:{_CAPTION_SIZE}px'>{escape(line)}</span>" for line in lines)
+    return text, len(heading) + len(lines)
 
 
 def _wrapped(line: str, length: int) -> list[str]:

@@ -55,9 +55,7 @@ def ablation(
     )
 
 
-def _effects(
-    result: Any, batch: int, *, title: str | None, template: Any, width: Any, height: Any
-) -> go.Figure:
+def _effects(result: Any, batch: int, *, title: str | None, template: Any, width: Any, height: Any) -> go.Figure:
     row, colours = _row(result, batch), palette(template)
     effect = array(result.effect[:, row])
     figure = go.Figure(
@@ -69,11 +67,9 @@ def _effects(
         )
     )  # fmt: skip
     every = int(np.ceil(len(effect) / 60))
-    figure.update_yaxes(
-        **ticks(result.labels, every=every), **AWAY, showgrid=False, title={"text": "ablated site"}
-    )
+    figure.update_yaxes(**ticks(result.labels, every=every), **AWAY, showgrid=False, title={"text": "ablated site"})
     figure.update_xaxes(type="linear", zeroline=True, title={"text": "effect: p clean − p ablated"})
-    figure.update_layout(bargap=0.2)
+    figure.update_layout(bargap=0.2, hovermode="y")
     return finish(
         figure, _heading("Ablations of", result, row) if title is None else title, [_caption(result, row)],
         template=template, width=width, height=height, body=min(1000, _ROW_PIXELS * max(8, len(effect))),
@@ -123,14 +119,11 @@ def _against(
                 showlegend=True,
                 text=[full(shared[i]) if i in named else "" for i in chosen],
                 textposition=[
-                    "middle left" if credit[i] > np.ptp(credit) / 2 + credit.min() else "middle right"
-                    for i in chosen
+                    "middle left" if credit[i] > np.ptp(credit) / 2 + credit.min() else "middle right" for i in chosen
                 ],
                 customdata=[[full(shared[i]), notes[shared[i]]] for i in chosen],
                 cliponaxis=False,
-                hovertemplate=hover(
-                    "<b>%{customdata[0]}</b>", f"credit %{{x:{signed(quantity)}}}", "%{customdata[1]}"
-                ),
+                hovertemplate=hover("<b>%{customdata[0]}</b>", f"credit %{{x:{signed(quantity)}}}", "%{customdata[1]}"),
             )
         )
     figure.update_xaxes(type="linear", zeroline=True, title={"text": f"credit ({unit(quantity)})"})
@@ -158,8 +151,7 @@ def _study(
         vertical_spacing=gap / body,
         horizontal_spacing=0.025,
         specs=[[{}] * len(measures), [{"colspan": len(measures)}, *[None] * (len(measures) - 1)]],
-        subplot_titles=[m.replace("_", " ") for m in measures]
-        + ["credit and effect of every layer of every prompt"],
+        subplot_titles=[m.replace("_", " ") for m in measures] + ["credit and effect of every layer of every prompt"],
     )
     for column, measure in enumerate(measures, 1):
         for trace in _forest(table[table["measure"] == measure], names, colours, show=column == 1):
@@ -170,9 +162,7 @@ def _study(
     for trace in _pooled(study, colours):
         figure.add_trace(trace, row=2, col=1)
     figure.update_xaxes(type="linear", zeroline=True, title={"text": "credit (probability)"}, row=2, col=1)
-    figure.update_yaxes(
-        type="linear", zeroline=True, title={"text": "effect: p clean − p ablated"}, row=2, col=1
-    )
+    figure.update_yaxes(type="linear", zeroline=True, title={"text": "effect: p clean − p ablated"}, row=2, col=1)
     figure.update_layout(legend=LEGEND)
     n = int(table["n"].max()) if len(table) else 0
     caption = (
@@ -247,9 +237,7 @@ def _pooled(study: Any, colours: Palette) -> list[Any]:
         named = array(study.onsets[study.rules.index("mass")]).astype(int)
         defined = np.flatnonzero(named >= 0)
         onset[defined, named[defined]] = True
-    texts = np.array(
-        [[f"{full(label)}<br>{full(text)}" for label in study.labels] for text in study.texts], object
-    )
+    texts = np.array([[f"{full(label)}<br>{full(text)}" for label in study.labels] for text in study.texts], object)
     return [
         go.Scatter(
             x=credit[chosen], y=effect[chosen], mode="markers", name=name, marker=marker, text=texts[chosen],

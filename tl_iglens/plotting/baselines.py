@@ -109,9 +109,7 @@ def baselines(
                 name=name,
                 marker={"symbol": symbol, "size": 10, "color": colour},
                 customdata=[b - a for a, b in zip(start, end, strict=True)],
-                hovertemplate=hover(
-                    "baseline <b>%{y}</b>", f"{name} %{{x:{level}}}", f"Δ %{{customdata:{value}}}"
-                ),
+                hovertemplate=hover("baseline <b>%{y}</b>", f"{name} %{{x:{level}}}", f"Δ %{{customdata:{value}}}"),
             ),
             row=1,
             col=2,

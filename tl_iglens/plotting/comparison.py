@@ -69,9 +69,7 @@ def comparison(
     axis["range"] = [axis["range"][0] - 0.6, axis["range"][1]]  # a first segment ends at the first state
     figure.update_xaxes(**axis)
     figure.update_xaxes(showticklabels=False, showgrid=False)
-    figure.update_xaxes(
-        showticklabels=True, title={"text": "state a row is read at or ends at"}, row=len(names), col=1
-    )
+    figure.update_xaxes(showticklabels=True, title={"text": "state a row is read at or ends at"}, row=len(names), col=1)
     figure.update_annotations(x=0, xanchor="left", align="left")
     figure.update_layout(barmode="relative", bargap=0, showlegend=False)
     info = comparison.info

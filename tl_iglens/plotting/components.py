@@ -10,7 +10,7 @@ from plotly.subplots import make_subplots
 from .._checks import check_positive, fail
 from ._cells import Columns, check_same_cells, one
 from ._labels import escape, full, ticks
-from ._style import AWAY, LEGEND, Palette, array, finish, hover, label_space, number, palette, signed, unit
+from ._style import AWAY, Palette, array, finish, hover, label_space, number, palette, signed, unit
 
 _ROW_PIXELS = 22
 
@@ -63,20 +63,14 @@ def components(
         known = ~np.isnan(values)
         rank = np.abs(np.where(known, values, 0)).argsort(kind="stable")[::-1].argsort()
         details = [f"rank {rank[i] + 1} among these components" for i in kept]
-        details = [
-            text if known[i] else "not in this attribution" for i, text in zip(kept, details, strict=True)
-        ]
+        details = [text if known[i] else "not in this attribution" for i, text in zip(kept, details, strict=True)]
         details += [f"sum of {int(known[rest].sum())} that have one"] * bool(rest)
-        bars = _bars(
-            beside[0].method, _gathered(values, kept, rest), details, "+.4f", beside[0].unit, colours
-        )
+        bars = _bars(beside[0].method, _gathered(values, kept, rest), details, "+.4f", beside[0].unit, colours)
         figure.add_trace(bars, row=1, col=2)
-        figure.update_xaxes(
-            type="linear", title={"text": escape(beside[0].unit)}, zeroline=True, row=1, col=2
-        )
+        figure.update_xaxes(type="linear", title={"text": escape(beside[0].unit)}, zeroline=True, row=1, col=2)
     axis = {**ticks(names, length=24), "range": [len(names) - 0.5, -0.5]}
     figure.update_yaxes(**axis, **AWAY, showgrid=False)
-    figure.update_layout(bargap=0.25, legend=LEGEND)
+    figure.update_layout(bargap=0.25, hovermode="y")
     heading = f"Components behind {cells.quoted}"
     return finish(
         figure,
@@ -108,9 +102,7 @@ def _matched(attributions: Sequence[Any], cells: Columns, result: Any) -> np.nda
     return values
 
 
-def _bars(
-    name: str, amounts: np.ndarray, details: list[str], form: str, what: str, colours: Palette
-) -> go.Bar:
+def _bars(name: str, amounts: np.ndarray, details: list[str], form: str, what: str, colours: Palette) -> go.Bar:
     return go.Bar(
         x=amounts,
         y=list(range(len(amounts))),

@@ -99,9 +99,7 @@ def flow(
         )
     bound = 1.08 * (float(np.abs(moved).max()) or 1)
     labels = [f"{result.labels[s]}  {number(float(moved[s]), '.3f')}" for s in kept]
-    figure.update_yaxes(
-        **{**ticks(labels, length=28), "range": [-0.5, len(kept) - 0.5]}, **AWAY, showgrid=False
-    )
+    figure.update_yaxes(**{**ticks(labels, length=28), "range": [-0.5, len(kept) - 0.5]}, **AWAY, showgrid=False)
     figure.update_yaxes(title={"text": "segment, and the probability it moved", "standoff": 8})
     figure.update_xaxes(
         type="linear", range=[-bound, bound], zeroline=True, title={"text": "lost  ←  probability  →  gained"}
@@ -168,13 +166,9 @@ def candidates(
                 ),
             )
         )
-    figure.update_xaxes(
-        **depth_axis(track.point_labels, n_layers), title={"text": "state of the residual stream"}
-    )
+    figure.update_xaxes(**depth_axis(track.point_labels, n_layers), title={"text": "state of the residual stream"})
     figure.update_yaxes(type="linear", zeroline=True, title={"text": unit(quantity)})
-    figure.update_layout(
-        legend={"x": 1.01, "xanchor": "left", "y": 1, "title": {"text": "token, final level"}}
-    )
+    figure.update_layout(legend={"x": 1.01, "xanchor": "left", "y": 1, "title": {"text": "token, final level"}})
     gap = np.abs(credits.sum(0, dtype=np.float64) - (levels[-1].astype(np.float64) - levels[0])).max()
     return finish(
         figure,

@@ -101,17 +101,13 @@ def draw(
     )  # fmt: skip
     written = len(cells) <= _WRITTEN_COLUMNS and z.size <= _WRITTEN_CELLS
     figure.add_trace(_credits(result, cells, z, colours, readout, written), row=2, col=1)
-    figure.add_trace(
-        _onsets(result, cells, onset_rule, fraction, colours, -0.4 if written else 0.0), row=2, col=1
-    )
+    figure.add_trace(_onsets(result, cells, onset_rule, fraction, colours, -0.4 if written else 0.0), row=2, col=1)
     over = array(cells.of(result.attribution).sum(0))
     names = _column_names(result, cells)
     figure.add_trace(_bars(over, names, f"Σ over segments %{{y:{value}}}", colours), row=1, col=1)
     across = array(cells.of(result.attribution).sum(-1))
     names = [f"<b>{full(label)}</b>" for label in result.labels]
-    figure.add_trace(
-        _bars(across, names, f"Σ over tokens %{{x:{value}}}", colours, sideways=True), row=2, col=2
-    )
+    figure.add_trace(_bars(across, names, f"Σ over tokens %{{x:{value}}}", colours, sideways=True), row=2, col=2)
 
     first = 0 if window is None else max(0, len(cells) - window)
     across_axis = ticks if written else aliases
@@ -124,9 +120,7 @@ def draw(
     }
     above = {**across_axis(cells.targets), **view, "side": "top", "showticklabels": True}
     figure.update_xaxes(**below, row=2, col=1)
-    figure.update_xaxes(
-        **above, title={"text": "target, and Σ of its credits (Δ)", "standoff": 10}, row=1, col=1
-    )
+    figure.update_xaxes(**above, title={"text": "target, and Σ of its credits (Δ)", "standoff": 10}, row=1, col=1)
     every = 1 if height is None and len(z) * _ROW_PIXELS <= _BODY_PIXELS else _every(len(z), height)
     figure.update_yaxes(
         **ticks(result.labels, every=every), title={"text": "segment", "standoff": 8}, showgrid=False, **AWAY,
@@ -141,20 +135,14 @@ def draw(
     figure.update_yaxes(visible=False, row=1, col=2)
     figure.update_layout(dragmode="pan" if first else "zoom", bargap=0.15, legend=LEGEND)
 
-    shown = (
-        f"last {len(cells) - first} of {len(cells)} tokens in view, drag sideways for the others"
-        if first
-        else ""
-    )
+    shown = f"last {len(cells) - first} of {len(cells)} tokens in view, drag sideways for the others" if first else ""
     prompt = f"row {cells.batch} of {len(result.positions)} prompts" if len(result.positions) > 1 else ""
     length = {"t": 58, "b": 95} if not turned["tickangle"] else {"t": 45, "b": 85}
     if turned["tickangle"]:
         length = {"t": 45 + label_space(cells.targets), "b": 75 + label_space(cells.tokens)}
     return finish(
         figure,
-        title
-        if title is not None
-        else f"{unit(result.info.quantity).capitalize()} credit by token and segment",
+        title if title is not None else f"{unit(result.info.quantity).capitalize()} credit by token and segment",
         [result.caption(), " · ".join(filter(None, (prompt, shown)))],
         template=template,
         margin={"l": 40 + label_space(result.labels), "r": 20, **length},
@@ -164,9 +152,7 @@ def draw(
     )
 
 
-def _credits(
-    result: Any, cells: Columns, z: np.ndarray, colours: Palette, readout: Any, written: bool
-) -> go.Heatmap:
+def _credits(result: Any, cells: Columns, z: np.ndarray, colours: Palette, readout: Any, written: bool) -> go.Heatmap:
     value, level = signed(result.info.quantity), plain(result.info.quantity)
     bound = limit(z)
     trace = go.Heatmap(
@@ -189,18 +175,14 @@ def _credits(
             f"credit %{{z:{value}}}<extra></extra>"
         )
     if written:
-        trace.text = [
-            [number(v, "+.3f") if abs(v) >= 0.02 * bound else "" for v in row] for row in z.tolist()
-        ]
+        trace.text = [[number(v, "+.3f") if abs(v) >= 0.02 * bound else "" for v in row] for row in z.tolist()]
         trace.texttemplate = "%{text}"
     return trace
 
 
 def _cell_names(result: Any, cells: Columns, n_segments: int, readout: Any) -> tuple[Any, str]:
     """Per cell its tokens, and what stood at the top where known; with the template that shows them."""
-    names = [
-        f"{full(token)} → {full(target)}" for token, target in zip(cells.tokens, cells.targets, strict=True)
-    ]
+    names = [f"{full(token)} → {full(target)}" for token, target in zip(cells.tokens, cells.targets, strict=True)]
     if readout is not None:
         known = _readings(result, cells, readout)
         texts = [[f"<b>{name}</b>{known[s][c]}" for c, name in enumerate(names)] for s in range(n_segments)]
@@ -243,9 +225,7 @@ def _column_names(result: Any, cells: Columns) -> list[str]:
     ]
 
 
-def _onsets(
-    result: Any, cells: Columns, rule: str, fraction: float, colours: Palette, shift: float
-) -> go.Scatter:
+def _onsets(result: Any, cells: Columns, rule: str, fraction: float, colours: Palette, shift: float) -> go.Scatter:
     index = cells.of(result.onset(rule, fraction).index).tolist()
     x = [i for i, segment in enumerate(index) if segment >= 0]
     return go.Scatter(
@@ -265,9 +245,7 @@ def _onsets(
     )
 
 
-def _bars(
-    values: np.ndarray, names: list[str], what: str, colours: Palette, *, sideways: bool = False
-) -> go.Bar:
+def _bars(values: np.ndarray, names: list[str], what: str, colours: Palette, *, sideways: bool = False) -> go.Bar:
     places = list(range(len(values)))
     return go.Bar(
         x=values if sideways else places,

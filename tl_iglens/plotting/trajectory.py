@@ -115,11 +115,7 @@ def trajectory(
     figure.update_xaxes(title={"text": "state of the residual stream"}, row=2, col=1)
     figure.update_yaxes(type="linear", title={"text": unit(quantity)}, zeroline=True)
     figure.update_layout(legend={**LEGEND, "x": 0, "xanchor": "left"}, bargap=0)
-    named = (
-        f"band: onset {result.labels[segment]} (rule mass)"
-        if segment >= 0
-        else "no onset: the credits are all ≈ 0"
-    )
+    named = f"band: onset {result.labels[segment]} (rule mass)" if segment >= 0 else "no onset: the credits are all ≈ 0"
     heading = f"Trajectory of {cells.quoted}"
     return finish(
         figure,

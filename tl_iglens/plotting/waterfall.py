@@ -38,9 +38,7 @@ def waterfall(
     check_positive("top", top)
     cells, colours, quantity = one(result, batch, pos), palette(template), result.info.quantity
     credit = array(cells.of(result.attribution)[:, 0])
-    start, end, own = (
-        float(cells.of(v)[0]) for v in (result.levels[0], result.levels[-1], result.model_level)
-    )
+    start, end, own = (float(cells.of(v)[0]) for v in (result.levels[0], result.levels[-1], result.model_level))
     kept = _largest(credit, top)
     rest = [i for i in range(len(credit)) if i not in set(kept)]
     gap = float(cells.of(result.delta)[0]) - float(credit.sum(dtype="float64"))
@@ -89,7 +87,7 @@ def waterfall(
         go.Scatter(
             x=[own, own], y=[-0.5, len(rows) - 0.5], mode="lines", showlegend=True,
             name=f"the model's own {unit(quantity)}, {number(own, value[1:])}",
-            line={"color": colours.ink, "dash": "dot", "width": 1.5}, opacity=0.6, hoverinfo="name",
+            line={"color": colours.ink, "dash": "dot", "width": 1.5}, opacity=0.6, hoverinfo="skip",
         )
     )  # fmt: skip
     low, high = _span(amounts, own)
@@ -99,7 +97,7 @@ def waterfall(
         type="linear", range=[low - 0.2 * (high - low), high + 0.2 * (high - low)], zeroline=True,
         title={"text": unit(quantity)},
     )  # fmt: skip
-    figure.update_layout(legend=LEGEND, bargap=0.25)
+    figure.update_layout(legend=LEGEND, bargap=0.25, hovermode="y")
     heading = f"Receipt for {cells.quoted}"
     return finish(
         figure,
