@@ -11,7 +11,7 @@ PLAIN  := $(VENV)/.plain
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-all bench pictures lint clean
+.PHONY: demo test test-all bench pictures lint types clean
 
 demo: $(PLAIN)
 	$(BIN)/iglens "What is the capital of Vietnam?"
@@ -32,6 +32,8 @@ pictures: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check tl_iglens tests benchmarks
+
+types: $(READY)
 	$(BIN)/mypy
 
 $(PLAIN): pyproject.toml constraints.txt

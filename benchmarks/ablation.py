@@ -4,37 +4,30 @@
 """
 
 import argparse
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from tl_iglens.ablation import ablate
 from tl_iglens.demo import load_demo_model, load_gemma
 
-from .measure import ratio
+from .measure import Ratio, ratio
 
-PROMPTS = {
-    5: "The capital of France is",
-    32: "When the old clock in the hall struck nine, everybody at the long table put down their cards, "
-    "looked at each other in surprise, and began to",
-}
+SHORT = "The capital of France is"
+LONG = "When the old clock in the hall struck nine, everybody at the long table put down their cards, "
+LONG += "looked at each other in surprise, and began to"
+CASES = ((SHORT, "block", "target"), (SHORT, "mlp", "all"), (LONG, "block", "target"))
 
 
-def measured(repeats: int, model_name: str, model: object) -> list[tuple[str, str, str, str]]:
-    rows = []
-    for words, text in PROMPTS.items():
-        for unit, at in (("block", "target"), ("block", "all"), ("mlp", "target")):
-            options = {"unit": unit, "at": at, "prepend_bos": False}
-            got = ratio(
-                lambda o=options, t=text: ablate(model, t, stack=False, **o),
-                lambda o=options, t=text: ablate(model, t, **o),
-                repeats,
-            )
-            both = [ablate(model, text, stack=stack, **options).p_ablated for stack in (True, False)]
-            gap = (both[0] - both[1]).abs()
-            where = f"{model_name}, about {words} tokens, {unit} skipped at {at}"
-            rows.append((where, f"{got.value:.2f}", f"{got.other:.2f} s", f"{float(gap.max()):.0e}"))
-    return rows
+def stacked_and_not(model: Any, text: str, unit: str, at: str, repeats: int) -> tuple[Ratio, float]:
+    """Time of one full forward per site over that of shared ones, and the largest difference in p."""
+    last: dict[bool, Any] = {}
+
+    def side(stack: bool) -> None:
+        last[stack] = ablate(model, text, unit=unit, at=at, stack=stack, prepend_bos=False)
+
+    got = ratio(lambda: side(False), lambda: side(True), repeats)
+    return got, float((last[True].p_ablated - last[False].p_ablated).abs().max())
 
 
 def main() -> None:
@@ -42,12 +35,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--gemma", action="store_true", help="Gemma-3-270M as well")
     args = parser.parse_args()
-    columns = ("where", "one forward per site / stacked", "stacked", "largest |Δp|")
-    table = Table(*columns, title="ablate, batch of 1")
+    console = Console()
     for name, load in (("SmolLM2", load_demo_model), *([("Gemma-3", load_gemma)] if args.gemma else [])):
-        for row in measured(args.repeats, name, load()):
-            table.add_row(*row)
-    Console().print(table)
+        model = load()
+        for text, unit, at in CASES:
+            got, gap = stacked_and_not(model, text, unit, at, args.repeats)
+            n_tokens = model.to_tokens(text, prepend_bos=False).shape[1]
+            where = f"{name}, batch 1, {n_tokens} tokens, {unit} skipped at {at}"
+            console.print(f"{where}: {got.value:.2f} times faster ({got.other:.2f} s), |Δp| ≤ {gap:.0e}")
 
 
 if __name__ == "__main__":

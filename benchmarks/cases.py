@@ -1,6 +1,7 @@
 """The work that is measured: three output heads, real states, and the other ways to do the same."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -135,7 +136,7 @@ def autograd_integrals(head: str, n_tokens: int, n_nodes: int = 8) -> Callable[[
 
     def run() -> Tensor:
         credits = []
-        for a, b in zip(h[:-1], h[1:], strict=True):
+        for a, b in itertools.pairwise(h):
             with torch.enable_grad():
                 x = torch.lerp(a[None], b[None], alphas[:, None, None]).requires_grad_(True)
                 p = m.unembed(m.ln_final(x)).softmax(-1)

@@ -111,9 +111,12 @@ def grid(head: str, text: str) -> tuple[str, ...]:
         return total + miss[:, None] * total.abs() / total.abs().sum(1, keepdim=True).clamp_min(1e-300)
 
     truth = fixed(8, 8)
-    error, of_8 = (float((c - truth).abs().max()) for c in (ours.attribution[:, 0, 0].reshape(n, 2), fixed(8)))
+    error, of_8 = (
+        float((c - truth).abs().max()) for c in (ours.attribution[:, 0, 0].reshape(n, 2), fixed(8))
+    )
     gradients, probes = rows["value_and_grad"], rows["value"] - (n + 1)
-    figure = f"{(gradients + probes) / (8 * n):.2f}  ({gradients} + {probes} of {8 * n}; error {error:.0e}, fixed {of_8:.0e})"
+    share, errors = (gradients + probes) / (8 * n), f"error {error:.0e}, fixed {of_8:.0e}"
+    figure = f"{share:.2f}  ({gradients} + {probes} of {8 * n}; {errors})"
     return "rows / fixed grid of 8", f"{head}, {text!r}", figure, "≤ 0.50"
 
 
@@ -121,31 +124,52 @@ def peak(head: str, n_tokens: int, unit: str, path: str) -> float:
     """Peak memory of a call on every position, above the model and its states."""
     m, ids = model(head), tokens(model(head), n_tokens)
     states = collect_states(m, ids, pos_slice=None)
-    run = functools.partial(direct_probability_attribution, m, states=states, pos_slice=None, unit=unit, path=path)
-    direct_probability_attribution(m, ids[:, :4], unit=unit, path=path)  # what stays loaded after a first call
+    run = functools.partial(
+        direct_probability_attribution, m, states=states, pos_slice=None, unit=unit, path=path
+    )
+    direct_probability_attribution(
+        m, ids[:, :4], unit=unit, path=path
+    )  # what stays loaded after a first call
     return peak_above(functools.partial(run, top_k=100))
+
+
+def memory(quick: bool) -> Iterator[tuple[str, ...]]:
+    for unit in ("neuron",) if quick else UNITS:
+        for path in PATHS:
+            expression = (
+                f"__import__('benchmarks.components').components.peak({HEADS[0]!r}, 128, {unit!r}, {path!r})"
+            )
+            figure = f"{in_fresh_process(expression):.0f}"
+            yield (
+                "peak memory above model and states, MiB",
+                f"{HEADS[0]}, T = 128, {unit}, {path}",
+                figure,
+                "≤ 256",
+            )
+
+
+def measured(parts: list[str], quick: bool) -> Iterator[tuple[str, ...]]:
+    if "cost" in parts:
+        for head, n_tokens, pos in ((HEADS[0], 16, -1), (HEADS[0], 64, None), (HEADS[1], 16, -1)):
+            if not quick or (head, pos) == (HEADS[0], -1):
+                yield from cost(head, n_tokens, pos)
+    if "grid" in parts:
+        for head in HEADS[: 1 if quick else 2]:
+            yield from (grid(head, prompt.text) for prompt in PROMPTS[:4])
+    if "memory" in parts:
+        yield from memory(quick)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.components", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="SmolLM2 at one position only")
-    parser.add_argument("--only", choices=("cost", "grid", "memory"), nargs="*", default=["cost", "grid", "memory"])
+    parser.add_argument(
+        "--only", choices=("cost", "grid", "memory"), nargs="*", default=["cost", "grid", "memory"]
+    )
     args = parser.parse_args()
     console, table = Console(), Table("what", "where", "figure", "goal", title="components")
-    rows: list[tuple[str, ...]] = []
-    if "cost" in args.only:
-        for head, n_tokens, pos in ((HEADS[0], 16, -1), (HEADS[0], 64, None), (HEADS[1], 16, -1)):
-            if not args.quick or (head, pos) == (HEADS[0], -1):
-                rows += cost(head, n_tokens, pos)
-    if "grid" in args.only:
-        for head in HEADS[: 1 if args.quick else 2]:
-            rows += [grid(head, prompt.text) for prompt in PROMPTS[:4]]
-    if "memory" in args.only:
-        for unit in UNITS[::-1][: 1 if args.quick else 3]:
-            for path in PATHS:
-                got = in_fresh_process(f"__import__('benchmarks.components').components.peak({HEADS[0]!r}, 256, {unit!r}, {path!r})")
-                rows.append(("peak memory above model and states, MiB", f"T = 256, {unit}, {path}", f"{got:.0f}", "≤ 256"))
-    for row in rows:
+    for row in measured(args.only, args.quick):
+        console.log(" · ".join(row))
         table.add_row(*row)
     console.print(table)
 

@@ -19,7 +19,7 @@ def table() -> None:
     command = [sys.executable, "-m", "tl_iglens", "What is the capital of Vietnam?"]
     printed = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
     shown = printed[: printed.rindex("\n", 0, printed.index("fed, "))]  # the rendered prompt and its ids are not part of it
-    console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"))
     console.print(Text.from_ansi(shown))
     svg = console.export_svg(title='iglens "What is the capital of Vietnam?"')
     svg = re.sub(r"@font-face\s*{[^}]*}", "", svg).replace("Fira Code", "DejaVu Sans Mono, Menlo, Consolas")

@@ -11,7 +11,7 @@ from conftest import IDS, small_model
 from fixtures import bridge, hooked, needs_bridge, no_trace, reference_states, references
 from fixtures.families import SPECS
 
-from tl_iglens import IGLensResult, TokenSet, collect_states, ig_lens, windows
+from tl_iglens import IGLensResult, TokenSet, collect_states, compare, ig_lens, windows
 from tl_iglens.adaptive import step_gradients
 from tl_iglens.component_result import ComponentResult
 from tl_iglens.components import direct_probability_attribution as dpa
@@ -21,6 +21,7 @@ from tl_iglens.readout import Readout
 from tl_iglens.writers import UNITS, component_hooks
 
 BOTH = ("layers", "straight")
+TARGETS = torch.tensor([3, 7, 11, 2, 30, 4, 8])
 RAGGED = {"input": [IDS, [1, 7, 9, 11, 3, 3, 3]], "attention_mask": [[1] * 7, [1] * 5 + [0] * 2]}
 
 
@@ -103,7 +104,10 @@ def writes(model, family, position, unit):
     blocks, seen, handles = [], {}, []
     for index, layer in enumerate(references._layers(hf)):
         for name in PROJECTIONS[family][:2]:
-            keep = lambda m, args, out, at=(index, name): seen.update({at: (args[0][0, position], out[0, position])})
+
+            def keep(module, args, output, at=(index, name)):
+                seen[at] = args[0][0, position], output[0, position]
+
             handles.append(layer.get_submodule(name).register_forward_hook(keep))
     try:
         with torch.no_grad():
@@ -113,9 +117,13 @@ def writes(model, family, position, unit):
             handle.remove()
     for index, layer in enumerate(references._layers(hf)):
         block = []
-        for part, (name, norm) in enumerate(zip(PROJECTIONS[family][:2], PROJECTIONS[family][2:], strict=True)):
+        for part, (name, norm) in enumerate(
+            zip(PROJECTIONS[family][:2], PROJECTIONS[family][2:], strict=True)
+        ):
             module, (features, output) = layer.get_submodule(name), seen[index, name]
-            weight = module.weight if type(module).__name__ == "Conv1D" else module.weight.T  # [feature, d_model]
+            weight = (
+                module.weight if type(module).__name__ == "Conv1D" else module.weight.T
+            )  # [feature, d_model]
             gain = torch.full_like(output, getattr(hf.config, "residual_multiplier", 1.0))
             if norm is not None:
                 behind = layer.get_submodule(norm)
@@ -177,8 +185,12 @@ def test_credits_of_a_hooked_transformer_are_the_integral(name):
     heads = cache.stack_head_results(layer=-1)[:, 0, -1].reshape(3, 4, -1)
     for path in BOTH:
         ours = dpa(model, IDS, targets=7, unit="head", path=path).attribution[:, 0, 0]
-        at = torch.tensor([6 * b + h for b in range(3) for h in range(4)])  # four heads, a bias and an MLP each
-        states = torch.stack([cache["resid_pre", b][0, -1] for b in range(3)] + [cache["resid_post", 2][0, -1]])
+        at = torch.tensor(
+            [6 * b + h for b in range(3) for h in range(4)]
+        )  # four heads, a bias and an MLP each
+        states = torch.stack(
+            [cache["resid_pre", b][0, -1] for b in range(3)] + [cache["resid_post", 2][0, -1]]
+        )
         spans = [(0, 1), (1, 2), (2, 3)] if path == "layers" else [(0, 3)] * 3
         expected = []
         for (a, b), own in zip(spans, heads, strict=True):
@@ -253,7 +265,10 @@ def test_laws_of_the_value(lens_model, path):
 def test_an_early_writer_is_paid_on_the_straight_line():
     """f flat while a direction is written, lifted later: nothing on the layers, a share on the straight line."""
     states = torch.tensor([[0.0, 0.0], [4.0, 0.0], [4.0, 8.0]])[:, None].double()  # [point, cell, d_model]
-    f = lambda h, cell: torch.sigmoid(h.sum(-1) - 9)
+
+    def f(h, cell):
+        return torch.sigmoid(h.sum(-1) - 9)
+
     totals = []
     for points in (states, states[[0, 2]]):
         levels = f(points, None)
@@ -290,13 +305,18 @@ def test_steep_and_flat_segments():
     """Two cells: one that jumps in its second segment of four, one that never moves."""
     states = torch.zeros(5, 2, 3, dtype=torch.float64)
     states[:, 0] = torch.arange(5.0)[:, None] * torch.tensor([1.0, 2.0, -0.5])
-    f = lambda h, cell: torch.sigmoid(60 * (h @ torch.tensor([0.4, 0.3, 0.0]).double() - 1.4))
+
+    def f(h, cell):
+        return torch.sigmoid(60 * (h @ torch.tensor([0.4, 0.3, 0.0]).double() - 1.4))
+
     levels, steps = walk(f, states)
     spent = steps[-1].spent
     assert spent[1] == 4 and spent[0] > 20
     for s, segment in enumerate(levels.diff(dim=0)[:, 0]):
         own = torch.cat([x.gradient[(x.segment == s) & (x.cell == 0)] for x in steps]).sum(0)
-        share = own * torch.tensor([1.0, 2.0, -0.5])  # f depends on h through one number: shares of its change
+        share = own * torch.tensor(
+            [1.0, 2.0, -0.5]
+        )  # f depends on h through one number: shares of its change
         close(share, segment * torch.tensor([0.4, 0.6, 0.0]).double(), 2e-6)
     covered = torch.cat([x.change[x.cell == 0] for x in steps]).sum()
     assert abs(covered - (levels[-1, 0] - levels[0, 0])) < 1e-12
@@ -305,7 +325,10 @@ def test_steep_and_flat_segments():
 def test_rows_never_exceed_the_budget():
     states = torch.zeros(3, 1, 2, dtype=torch.float64)
     states[1:] = torch.tensor([1.0, 0.3])
-    f = lambda h, cell: torch.sin(400 * h.sum(-1))
+
+    def f(h, cell):
+        return torch.sin(400 * h.sum(-1))
+
     for n_nodes, max_rows in ((1, 8), (4, 32), (8, 64), (8, 1000)):
         levels, steps = walk(f, states, n_nodes=n_nodes, max_rows=max_rows)
         assert n_nodes * 4 * 0.5 < steps[-1].spent[0] <= max_rows
@@ -315,7 +338,10 @@ def test_rows_never_exceed_the_budget():
 def test_a_bump_between_the_probes_is_found():
     states = torch.zeros(9, 1, 2, dtype=torch.float64)
     states[5:, 0, 0] = 1.0
-    f = lambda h, cell: torch.exp(-(((h[:, 0] - 0.5) / 0.08) ** 2)) * (1 + h[:, 1])
+
+    def f(h, cell):
+        return torch.exp(-(((h[:, 0] - 0.5) / 0.08) ** 2)) * (1 + h[:, 1])
+
     _, steps = walk(f, states)
     assert steps[-1].spent[0] > 8 + 20
     up = torch.cat([x.gradient[x.segment == 4] for x in steps]).sum(0)[1]
@@ -437,7 +463,9 @@ def test_kinds_of_hooked_blocks(config):
         close(parts.segment_attribution, whole.attribution, 1e-6)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "granite", "olmo2", "bloom", "gptj", "falcon", "mixtral", "starcoder2"])
+@pytest.mark.parametrize(
+    "family", ["gemma3", "granite", "olmo2", "bloom", "gptj", "falcon", "mixtral", "starcoder2"]
+)
 def test_families_of_bridges(family):
     needs_bridge()
     model = bridge(family)
@@ -519,7 +547,7 @@ def test_targets_and_quantities(lens_model):
     for options in (
         {"targets": "next", "pos_slice": None},
         {"targets": TokenSet(7, 9), "incorrect_targets": [3, 4]} | RAGGED,
-        {"targets": torch.tensor([3, 7, 11, 2, 30, 4, 8]), "pos_slice": None, "quantity": "log_prob"},
+        {"targets": TARGETS, "pos_slice": None, "quantity": "log_prob"},
         {"incorrect_targets": 9, "quantity": "logit"},
         {"pos_slice": (1, 4), "targets": [7, 9]} | RAGGED,
     ):
@@ -553,7 +581,9 @@ def test_top_k_folds_the_rest_into_a_row_per_block(lens_model, path, monkeypatch
 def test_directions(lens_model):
     states = collect_states(lens_model, IDS, pos_slice=None)
     feature = torch.randn(1, 7, 32)
-    parts = dpa(lens_model, states=states, pos_slice=None, components={"L1F12": feature, "2_x": feature[0, 0]})
+    parts = dpa(
+        lens_model, states=states, pos_slice=None, components={"L1F12": feature, "2_x": feature[0, 0]}
+    )
     assert parts.labels == ("0_block", "L1F12", "1_other", "2_x", "2_other")
     assert parts.segment_of == (0, 1, 1, 2, 2) and parts.boundaries == (1, 2, 2, 3, 3)
     whole = ig_lens(lens_model, states=states, pos_slice=None)
@@ -593,7 +623,9 @@ def test_result_methods(lens_model, tmp_path):
     assert "L" in parts._repr_html_() and "prob" in parts.caption()
     back = ComponentResult.load(parts.save(tmp_path / "parts.safetensors"))
     assert torch.equal(back.attribution, parts.attribution) and back.segment_of == parts.segment_of
-    assert torch.equal(back.quadrature_error, parts.quadrature_error) and torch.equal(back.n_rows, parts.n_rows)
+    assert torch.equal(back.quadrature_error, parts.quadrature_error) and torch.equal(
+        back.n_rows, parts.n_rows
+    )
     assert back.info == parts.info and back.labels == parts.labels
     assert torch.equal(IGLensResult.load(tmp_path / "parts.safetensors").attribution, parts.attribution)
 
@@ -614,6 +646,40 @@ def test_gradient_mode_does_not_matter(lens_model):
     with torch.inference_mode():
         off = dpa(lens_model, IDS)
     assert torch.equal(on.attribution, off.attribution) and not on.attribution.requires_grad
+
+
+# --- beside the other methods ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", BOTH)
+def test_compare_has_a_row_beside_dla(lens_model, path):
+    both = compare(
+        lens_model,
+        IDS,
+        methods={"dpa": {"unit": "head", "path": path}, "dla": {"unit": "head"}},
+        targets=TARGETS,
+        pos_slice=None,
+    )
+    ours, theirs = both["dpa"], both["dla"]
+    alone = dpa(lens_model, IDS, targets=TARGETS, pos_slice=None, unit="head", path=path)
+    close(ours.values, alone.attribution, 1e-6)
+    close(ours.total, alone.delta, 1e-6)
+    assert ours.unit == "probability" and ours.sums_to == "Δ" and ours.gap.abs().max() <= 2e-6
+    heads = [label for label in theirs.labels if label.startswith("L")]
+    assert [label for label in ours.labels if label.startswith("L")] == heads
+    ends = dict(zip(theirs.labels, theirs.ends, strict=True))
+    assert all(ends[n] == end for n, end in zip(ours.labels, ours.ends, strict=True) if n in heads)
+
+
+def test_compare_needs_a_baseline_with_a_name(lens_model):
+    with pytest.raises(ValueError) as caught:
+        compare(lens_model, IDS, methods=("dpa",), baseline=torch.ones(32))
+    assert str(caught.value) == (
+        "baseline must be one of embed, zero, mean, bos for the method dpa, got a tensor; call "
+        "direct_probability_attribution with the baseline itself"
+    )
+    named = compare(lens_model, IDS, methods=("dpa",), baseline="mean", layers=[1, 3])["dpa"]
+    assert named.labels[:3] == ("embed", "pos_embed", "base") and named.gap.abs().max() <= 2e-6
 
 
 # --- refusals -----------------------------------------------------------------------------------------
@@ -637,17 +703,17 @@ def test_arguments(lens_model):
         "components must be floating-point tensors [..., d_model], got list for 'L1F0'; use torch.as_tensor"
     )
     assert message(ValueError, lens_model, IDS, components={"L1F0": torch.zeros(5)}) == (
-        "components must be broadcastable to [batch, pos, d_model]=[1, 1, 32], got shape [5] for 'L1F0'; take it at the "
-        "analysed positions"
+        "components must be broadcastable to [batch, pos, d_model]=[1, 1, 32], got shape [5] for 'L1F0'; take it at "
+        "the analysed positions"
     )
     for label in ("feature", "L3F0", "12"):
         assert message(ValueError, lens_model, IDS, components={label: torch.zeros(32)}) == (
-            f"components must be labelled with their block on path='layers', got {label!r}; write L3F12 or 3_name, or use "
-            "path='straight'"
+            f"components must be labelled with their block on path='layers', got {label!r}; write L3F12 or 3_name, or "
+            "use path='straight'"
         )
     assert message(ValueError, lens_model, IDS, baseline=torch.zeros(2, 1, 32)) == (
-        "baseline must be broadcastable to [batch, pos, d_model]=[1, 1, 32], got shape [2, 1, 32]; take it at the analysed "
-        "positions"
+        "baseline must be broadcastable to [batch, pos, d_model]=[1, 1, 32], got shape [2, 1, 32]; take it at "
+        "the analysed positions"
     )
 
 
@@ -657,8 +723,8 @@ def test_blocks_without_sublayers_are_refused():
     for family, kind in kinds.items():
         for unit in UNITS:
             assert message(ValueError, bridge(family), IDS, unit=unit) == (
-                f"unit must be one whose outputs every block has, got {unit!r} with no blocks.0.hook_attn_out (a block of "
-                f"{kind}); whole blocks work: use ig_lens, or give the directions with components="
+                f"unit must be one whose outputs every block has, got {unit!r} with no blocks.0.hook_attn_out (a block "
+                f"of {kind}); whole blocks work: use ig_lens, or give the directions with components="
             )
 
 

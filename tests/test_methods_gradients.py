@@ -103,9 +103,9 @@ def test_rows_positions_and_pads_are_told_apart():
     model = small_model("llama-raw")
     short = IDS[:3]
     batch, mask = torch.tensor([IDS, [*short, 2, 2]]), torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])
-    chosen = {"layer_ig": options()["layer_ig"], "layer_conductance": options()["layer_conductance"]}
-    both = compare(model, batch, attention_mask=mask, pos_slice=(0, 4), targets=4, methods=chosen)
-    alone = compare(model, [short], pos_slice=(0, 4), targets=4, methods=chosen)
+    chosen, at = options(n_steps=3), {"pos_slice": (0, 4), "layers": [0, 2], "targets": 4}
+    both = compare(model, batch, attention_mask=mask, methods=chosen, **at)
+    alone = compare(model, [short], methods=chosen, **at)
     for method in METHODS:
         torch.testing.assert_close(both[method].values[:, 1, :3], alone[method].values[:, 0], atol=1e-6, rtol=1e-3)
         assert both[method].values[:, 1, 3].isnan().all() and both[method].values[:, 0].isfinite().all()
@@ -133,13 +133,13 @@ def test_the_baseline_prompt_is_the_end_of_text_token_unless_given():
     [
         (
             [[1, 2]],
-            "baseline_prompt must be one token, or ids of shape [1, 5], got torch.int64 of shape [1, 2]; zero embeddings "
-            "are no prompt",
+            "baseline_prompt must be one token, or ids of shape [1, 5], got torch.int64 of shape [1, 2]; zero "
+            "embeddings are no prompt",
         ),
         (
             0.0,
             "baseline_prompt must be one token, or ids of shape [1, 5], got torch.float32 of shape []; zero "
-            "are no prompt",
+            "embeddings are no prompt",
         ),
         (
             10**6,

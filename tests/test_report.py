@@ -136,6 +136,23 @@ def test_only_analysed_tokens_are_buttons(tmp_path):
     assert [tag for tag, _ in kinds] == ["span", "span", "span", "button"]
 
 
+def test_the_middle_of_a_long_run_of_other_tokens_is_counted_not_shown(tmp_path):
+    whole = receipt(tuple(f"w{i}" for i in range(50_000)), n_blocks=2)
+    ends = [0, 49_999]
+    names = ("attribution", "levels", "model_level", "targets", "positions")
+    two = dataclasses.replace(whole, **{n: getattr(whole, n)[..., ends] for n in names}, target_strings=(("a", "b"),))
+    page = Page(read(write_report(two, tmp_path / "r.html")))
+    shown = page.texts["tok"]
+    assert shown == [*(f"w{i}" for i in range(201)), *(f"w{i}" for i in range(49_799, 50_000))]
+    assert "… 49598 tokens …" in page.texts["soft"]
+
+
+def test_long_tokens_do_not_make_the_page_too_large(tmp_path):
+    path = write_report(receipt(tuple("日" * 400 for _ in range(800)), n_blocks=2), tmp_path / "r.html")
+    kept = [a for tag, a in Page(read(path)).elements if tag == "button" and "data-cell" in a]
+    assert path.stat().st_size < 6e6 and 20 < len(kept) < 800
+
+
 def test_a_result_too_large_is_cut_to_its_last_tokens(tmp_path):
     huge = receipt(tuple("ab" * 2048), n_blocks=80)
     path = write_report(huge, tmp_path / "r.html")

@@ -444,7 +444,7 @@ def test_a_hooked_transformer_is_judged_too(unit):
         effects = ablate(model, text, unit=unit).effect[:, 0]  # of the top token, as the study's
         assert torch.allclose(study.effects[row], effects, atol=1e-6)
         assert float(study.p_clean[row]) == pytest.approx(
-            float(model(text)[0, -1].softmax(-1).max()), abs=1e-6
+            float(model(text)[0, -1].softmax(-1).max().detach()), abs=1e-6
         )
 
 
@@ -493,10 +493,17 @@ def test_a_study_of_24_prompts(smollm2, tmp_path):
     from benchmarks import onset_study
 
     protocol = onset_study.Protocol(
-        models=("smollm2",), prompts=24, captum=0, resamples=300, units=("block",), modes=("skip",)
+        models=("smollm2",),
+        prompts=24,
+        references=2,
+        captum=0,
+        resamples=300,
+        units=("block",),
+        modes=("skip",),
+        places=("target",),
     )
     summary = onset_study.study(protocol, tmp_path, progress=False)
-    rows = summary[(summary["stratum"] == "all") & (summary["layers"] == "all") & (summary["at"] == "target")]
+    rows = summary[(summary["stratum"] == "all") & (summary["layers"] == "all")]
     table = rows.set_index(["score", "measure"])
     assert (table.loc[[("ig_lens", "superiority"), ("depth", "spearman")], "n"] == 24).all()
     known = rows[rows["n"] > 0]

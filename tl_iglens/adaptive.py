@@ -8,6 +8,8 @@ sharply in a few, so the nodes follow f:
    its movement asks for, 1 where f is flat and at most ``n_nodes``;
 2. the change of f over a step is known exactly, so the integral is judged by it; a step whose integral misses
    its change is split and read again, the worst ones first, while the row budget of its cell lasts.
+
+Every round is one call of the readout, however many steps it splits: a call reads the whole unembedding.
 """
 
 from collections.abc import Callable, Iterator
@@ -85,39 +87,51 @@ def step_gradients(
     ``FIRST_STEPS``.
     """
     tolerance = TOLERANCE * (levels.amax(0) - levels.amin(0)).clamp_min(1)
-    steps = _first_steps(f, states, levels)
+    steps, middle = _first_steps(f, states, levels)
+    n = _node_counts(_movement(steps, middle) / tolerance[steps.cell], n_nodes)
     spent = torch.zeros(states.shape[1], dtype=torch.long, device=states.device)
+    is_first = True
     while len(steps):
-        middle = _values(f, states, steps, _SPLIT)
-        movement = torch.maximum((middle - steps.before).abs(), (steps.after - middle).abs())
-        n = _node_counts(movement / tolerance[steps.cell], n_nodes)
-        gradient, outside = _integrate(value_and_grad, states, steps, n, middle)
-        spent.index_add_(0, steps.cell, n)
-        miss, noise = _miss(states, steps, gradient)
-        allowed = tolerance[steps.cell]
-        bad = (miss > allowed + noise) | (outside > torch.maximum(movement, allowed))
-        split = _affordable(bad & (steps.width > _NARROWEST), miss, 2 * n, steps.cell, spent, max_rows)
+        read = _integrate(value_and_grad, states, steps, n, with_split=not is_first)
+        spent.index_add_(0, steps.cell, read.rows)
+        middle = middle if is_first else read.middle
+        moved, allowed = _movement(steps, middle), tolerance[steps.cell]
+        outside = read.beyond(torch.stack([steps.before, middle, steps.after]))
+        miss, noise = _miss(states, steps, read.gradient)
+        bad = (miss > allowed + noise) | (outside > torch.maximum(moved, allowed))
+        n = torch.maximum(n, _node_counts(torch.maximum(moved, outside) / allowed, n_nodes))
+        split = _affordable(bad & (steps.width > _NARROWEST), miss, 2 * (n + 1), steps.cell, spent, max_rows)
         done = steps.at(~split)
-        change = done.after - done.before
-        yield StepGradients(done.segment, done.cell, gradient[~split], change, spent.clone())
-        steps = steps.at(split).halves(middle[split])
+        yield StepGradients(
+            done.segment, done.cell, read.gradient[~split], done.after - done.before, spent.clone()
+        )
+        steps, n, is_first = steps.at(split).halves(middle[split]), n[split].repeat(2), False
 
 
-def _first_steps(f: RowValue, states: Tensor, levels: Tensor) -> Steps:
-    """Equal steps, one per segment of a long path, several where there are few segments."""
+def _first_steps(f: RowValue, states: Tensor, levels: Tensor) -> tuple[Steps, Float[Tensor, "step"]]:
+    """Equal steps, one per segment of a long path, several where there are few, and f at their splits."""
     n_segments, n_cells = states.shape[0] - 1, states.shape[1]
     per_segment = -(-FIRST_STEPS // n_segments)
     grid = torch.cartesian_prod(torch.arange(n_segments), torch.arange(per_segment), torch.arange(n_cells))
     segment, index, cell = grid.to(states.device).unbind(1)
     width = torch.full(segment.shape, 1 / per_segment, dtype=torch.float64, device=states.device)
-    before, after = levels[segment, cell], levels[segment + 1, cell]
-    steps = Steps(segment, cell, index * width, width, before, after)
-    inner = index > 0
-    if bool(inner.any()):
-        values = _values(f, states, steps.at(inner), 0.0)
-        before = before.masked_scatter(inner, values)
-        after = after.masked_scatter(index < per_segment - 1, values)  # the same states, in the same order
-    return replace(steps, before=before, after=after)
+    start, inner = index * width, index > 0
+    values = _values(
+        f,
+        states,
+        torch.cat([segment, segment[inner]]),
+        torch.cat([cell, cell[inner]]),
+        torch.cat([start + _SPLIT * width, start[inner]]),
+    )
+    middle, joints = values[: len(segment)], values[len(segment) :]
+    # a joint is the start of one step and the end of the one before it: both masks list them in one order
+    before = levels[segment, cell].masked_scatter(inner, joints)
+    after = levels[segment + 1, cell].masked_scatter(index < per_segment - 1, joints)
+    return Steps(segment, cell, start, width, before, after), middle
+
+
+def _movement(steps: Steps, middle: Float[Tensor, "step"]) -> Float[Tensor, "step"]:
+    return torch.maximum((middle - steps.before).abs(), (steps.after - middle).abs())
 
 
 def _node_counts(movement: Float[Tensor, "step"], n_nodes: int) -> Int[Tensor, "step"]:
@@ -126,49 +140,69 @@ def _node_counts(movement: Float[Tensor, "step"], n_nodes: int) -> Int[Tensor, "
     return wanted.clamp_max(n_nodes)
 
 
-def _at(states: Tensor, steps: Steps, alpha: Float[Tensor, "step"]) -> Float[Tensor, "step d_model"]:
-    """States at a fraction of the segments the steps lie in."""
-    weight = alpha.to(states.dtype)[:, None]
-    return torch.lerp(states[steps.segment, steps.cell], states[steps.segment + 1, steps.cell], weight)
+def _at(states: Tensor, segment: Tensor, cell: Tensor, alpha: Tensor) -> Float[Tensor, "row d_model"]:
+    """States at a fraction of some segments."""
+    return torch.lerp(states[segment, cell], states[segment + 1, cell], alpha.to(states.dtype)[:, None])
 
 
-def _values(f: RowValue, states: Tensor, steps: Steps, fraction: float) -> Float[Tensor, "step"]:
-    """f inside every step."""
-    values = []
-    for part in torch.arange(len(steps), device=states.device).split(_ROWS_AT_ONCE):
-        some = steps.at(part)
-        values.append(f(_at(states, some, some.start + fraction * some.width), some.cell))
-    return torch.cat(values)
+def _values(
+    f: RowValue, states: Tensor, segment: Tensor, cell: Tensor, alpha: Tensor
+) -> Float[Tensor, "row"]:
+    rows = torch.arange(len(alpha), device=states.device).split(_ROWS_AT_ONCE)
+    return torch.cat([f(_at(states, segment[r], cell[r], alpha[r]), cell[r]) for r in rows])
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What the nodes of some steps say."""
+
+    gradient: Float[Tensor, "step d_model"]  # ∫ ∇f dα
+    high: Float[Tensor, "step"]  # the largest and the smallest value of f at a node
+    low: Float[Tensor, "step"]
+    middle: Float[Tensor, "step"]  # f at the split, where it was asked for
+    rows: Int[Tensor, "step"]
+
+    def beyond(self, known: Float[Tensor, "value step"]) -> Float[Tensor, "step"]:
+        """How far f leaves the range of the known values: a turn that no probe has seen."""
+        return torch.maximum(self.high - known.amax(0), known.amin(0) - self.low).clamp_min(0)
 
 
 def _integrate(
-    value_and_grad: RowGradient, states: Tensor, steps: Steps, n: Int[Tensor, "step"], middle: Tensor
-) -> tuple[Float[Tensor, "step d_model"], Float[Tensor, "step"]]:
-    """∫ ∇f dα over every step by its own Gauss–Legendre rule, and how far f leaves the known values."""
-    device, sizes = states.device, sorted(set(n.tolist()))
-    nodes = torch.zeros(max(sizes) + 1, max(sizes), dtype=torch.float64, device=device)
-    weights = torch.zeros_like(nodes)
-    for size in sizes:
-        nodes[size, :size], weights[size, :size] = (t.to(device) for t in gauss_legendre(size))
-    owner = torch.arange(len(steps), device=device).repeat_interleave(n)
-    place = torch.arange(len(owner), device=device) - (n.cumsum(0) - n)[owner]
-    known = torch.stack([steps.before, middle, steps.after])
-    high, low = known.amax(0), known.amin(0)
-    outside = torch.zeros_like(high)
+    value_and_grad: RowGradient, states: Tensor, steps: Steps, n: Int[Tensor, "step"], with_split: bool
+) -> _Reading:
+    """∫ ∇f dα over every step by its own Gauss–Legendre rule; the split rides along at weight 0 if asked."""
+    device, rows = states.device, n + with_split
+    nodes, weights = _rules(n, with_split)
+    owner = torch.arange(len(steps), device=device).repeat_interleave(rows)
+    place = torch.arange(len(owner), device=device) - (rows.cumsum(0) - rows)[owner]
+    values = torch.empty(len(owner), dtype=torch.float64, device=device)
     total: Tensor | None = None
     for part in torch.arange(len(owner), device=device).split(_ROWS_AT_ONCE):
         own = owner[part]
-        here, count = steps.at(own), n[own]
-        alpha = here.start + nodes[count, place[part]] * here.width
-        value, gradient = value_and_grad(_at(states, here, alpha), here.cell)
-        weight = (weights[count, place[part]] * here.width).to(gradient.dtype)
-        if total is None:
-            total = gradient.new_zeros(len(steps), gradient.shape[-1])
-        total.index_add_(0, own, weight[:, None] * gradient)
-        left = torch.maximum(value - high[own], low[own] - value)
-        outside.scatter_reduce_(0, own, left.to(outside.dtype), "amax")
+        here, node = steps.at(own), (n[own], place[part])
+        at = _at(states, here.segment, here.cell, here.start + nodes[node] * here.width)
+        values[part], gradient = value_and_grad(at, here.cell)
+        total = gradient.new_zeros(len(steps), gradient.shape[-1]) if total is None else total
+        total.index_add_(0, own, (weights[node] * here.width).to(gradient.dtype)[:, None] * gradient)
     assert total is not None
-    return total, outside
+    bounds = (values.new_full((len(steps),), end) for end in (-torch.inf, torch.inf))
+    high, low = (
+        b.scatter_reduce(0, owner, values, how) for b, how in zip(bounds, ("amax", "amin"), strict=True)
+    )
+    return _Reading(total, high, low, values[rows.cumsum(0) - 1], rows)
+
+
+def _rules(
+    n: Int[Tensor, "step"], with_split: bool
+) -> tuple[Float[Tensor, "n node"], Float[Tensor, "n node"]]:
+    """Row k: the nodes and weights of the k-point rule, then the split at weight 0."""
+    largest = int(n.max())
+    nodes = torch.zeros(largest + 1, largest + with_split, dtype=torch.float64)
+    weights = torch.zeros_like(nodes)
+    for size in set(n.tolist()):
+        nodes[size, :size], weights[size, :size] = gauss_legendre(size)
+        nodes[size, size:] = _SPLIT
+    return nodes.to(n.device), weights.to(n.device)
 
 
 def _miss(

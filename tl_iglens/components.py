@@ -42,7 +42,7 @@ from .readout import Readout
 from .result import RunInfo
 from .tokens import is_next, next_tokens, read_prompts, resolve_objective, select_positions, token_text
 from .windows import Window, WindowReader
-from .writers import UNITS, Writer, Written, block_writers, component_hooks
+from .writers import UNITS, Writer, Written, block_writers, component_hooks, embed_hooks
 
 PATHS = ("layers", "straight")
 _SHARES_AT_ONCE = 2**21  # components × steps whose shares exist at the same time
@@ -120,7 +120,9 @@ def direct_probability_attribution(
     route = resolve_path(int(model.cfg.n_layers), layers, from_embed=from_embed)
     _check_baseline(baseline, route)
     _warn_origin(baseline)
-    hooks = () if components is not None else component_hooks(model, unit) + _embed_hooks(model, from_embed)
+    hooks = () if components is not None else component_hooks(model, unit)
+    if components is None and not from_embed:
+        hooks += embed_hooks(model)
     readout = Readout(model, tile_bytes, head)
     if states is not None:
         _check_states(states, input, attention_mask, fwd_hooks, route)
@@ -136,7 +138,9 @@ def direct_probability_attribution(
     ids = torch.zeros(shape, dtype=torch.long) if targets is None else targets
     objective = resolve_objective(model, readout.d_vocab, ids, incorrect_targets, quantity, shape)
     given = _directions(components, path, route, (*shape, readout.d_model))
-    ask = ComponentQuestion(model, readout, objective, targets is None, unit, given, route, path, baseline, n_nodes)
+    ask = ComponentQuestion(
+        model, readout, objective, targets is None, unit, given, route, path, baseline, n_nodes
+    )
     return ask.answer(
         WindowReader(model, prompts, positions, states, hooks, fwd_hooks, batch_size), top_k, progress
     )
@@ -378,15 +382,6 @@ def _embedding(state: Float[Tensor, "cell d_model"], token: Tensor | None, posit
     if bool(((parts.sum(0) - state).norm(dim=-1) > 1e-4 * state.norm(dim=-1)).any()):
         return Written(("embed",), state[None])
     return Written(("embed", "pos_embed"), parts)
-
-
-def _embed_hooks(model: Any, from_embed: bool) -> tuple[str, ...]:
-    """What the embedding is made of, where it is a row. Rotary models list the second hook and never fire it."""
-    names = ("hook_embed", "hook_pos_embed")
-    separate = "pos_embed" in getattr(model, "_modules", {}) and all(
-        name in model.hook_dict for name in names
-    )
-    return names if separate and not from_embed else ()
 
 
 # --- arguments ---------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ The residual stream is cut at *boundaries*, numbered like the hidden states of t
 that enters block ``l``, boundary ``n`` the state that leaves the last block, before the final norm.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +76,7 @@ def resolve_layers(layers: Any, n_layers: int) -> tuple[int, ...]:
     whole = all(isinstance(l, int | np.integer) and not isinstance(l, bool) for l in given)
     if not given or not whole or any(not 0 <= l <= n_layers for l in given):
         fail("layers", rule, given, todo)
-    if any(b <= a for a, b in zip(given, given[1:], strict=False)):
+    if any(b <= a for a, b in itertools.pairwise(given)):
         fail("layers", rule, given, todo)
     path = tuple(int(l) for l in given)
     return path if path[-1] == n_layers else (*path, n_layers)
@@ -98,7 +99,7 @@ def resolve_path(
         if incl_mid and start is not None and end == start + 1:
             points.append(Point(start, mid=True))
         points.append(Point(end))
-    labels = tuple(_segment_label(a, b) for a, b in zip(points, points[1:], strict=False))
+    labels = tuple(_segment_label(a, b) for a, b in itertools.pairwise(points))
     if not labels:
         fail(
             "layers", "at least two points with baseline='embed'", list(bounds), "add a boundary below n_layers"

@@ -11,6 +11,7 @@ import json
 import re
 from dataclasses import asdict
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -21,8 +22,8 @@ from ._checks import fail
 from .result import IGLensResult
 
 _PAGE_BYTES = 5_900_000  # the largest page
-_HEATMAP_BYTES = 260  # of a token's labels in the heatmap, beside its credits
-_TOKEN_BYTES = 1_000  # of its place in the prompt, the table and the receipts
+_TOKEN_BYTES = 650  # of one token in the prompt, the table, the receipts and the heatmap, beside its credits
+_SHOWN_AROUND = 200  # tokens beside an analysed one that are shown without being analysed
 _ROW_BYTES = 6_000  # of the layout of one more heatmap
 _EARLY, _LATE = (255, 240, 178), (24, 74, 140)
 
@@ -60,18 +61,31 @@ def write_report(
 
 
 def _page(result: IGLensResult, title: str | None, rule: str, fraction: float) -> str:
+    """The whole page, with as many tokens as fit."""
     script = _script()
     budget = _PAGE_BYTES - len(script.encode())
-    rows, per_row = _share(result, budget)
+    while True:
+        rows, per_row = _share(result, budget)
+        page = _filled(result, title, rule, fraction, script, rows, per_row)
+        size = len(page.encode("utf-8", "xmlcharrefreplace"))
+        if size <= _PAGE_BYTES or len(rows) * per_row == 1:
+            return page
+        # long tokens took more than their share
+        budget = int(0.9 * budget * min(1.0, (_PAGE_BYTES - len(script)) / (size - len(script))))
+
+
+def _filled(
+    result: IGLensResult, title: str | None, rule: str, fraction: float, script: str, rows: list[int], per_row: int
+) -> str:
     cells = [cell for b in rows for cell in _cells(result, b, per_row)]
     onset = result.onset(rule, fraction)
     left_out = int(result.present.sum()) - len(cells)
     note = ""
     if left_out:
+        where = f" of each of {len(rows)} of {len(result.positions)} prompts" if len(result.positions) > 1 else ""
         note = (
             f"<p class='soft'><b>{left_out} analysed tokens are not on this page</b>, to keep it below 6 MB: "
-            f"it shows the last {per_row} of each of {len(rows)} of {len(result.positions)} prompts, and "
-            "sums over tokens are sums over those.</p>"
+            f"it shows the last {per_row}{where}, and sums over tokens are sums over those.</p>"
         )
     shades = [_shade(i / max(1, len(result.labels) - 1)) for i in range(len(result.labels))]
     parts = {
@@ -105,7 +119,7 @@ def _script() -> str:
 
 def _share(result: IGLensResult, budget: int) -> tuple[list[int], int]:
     """The prompts on the page, and how many of the last tokens of each."""
-    per_token = _TOKEN_BYTES + _HEATMAP_BYTES + 11 * len(result.labels)
+    per_token = _TOKEN_BYTES + int(result.attribution.itemsize * len(result.labels) * 4 / 3)
     lengths = result.present.sum(1).tolist()
     rows = list(range(min(len(lengths), max(1, budget // (2 * (_ROW_BYTES + 12 * len(result.labels)))))))
     left = budget - len(rows) * (_ROW_BYTES + 12 * len(result.labels))
@@ -128,8 +142,14 @@ def _prompt(result: IGLensResult, b: int, cells: list[tuple[int, int]], onset: A
     """The tokens of a prompt, those on the page as buttons with the shade of their onset."""
     number = {int(result.positions[cell]): i for i, cell in enumerate(cells) if cell[0] == b}
     pieces = []
-    for place in result.attention_mask[b].nonzero()[:, 0].tolist():
+    places = result.attention_mask[b].nonzero()[:, 0].tolist()
+    hidden = _unread(places, set(number))
+    for place in places:
         text = result.token_strings[b][place]
+        if place in hidden:
+            if hidden[place]:
+                pieces.append(f"<span class='soft'>… {hidden[place]} tokens …</span> ")
+            continue
         if place in number:
             segment = int(onset.index[cells[number[place]]])
             shade = f"o{segment}" if segment >= 0 else "o-none"
@@ -141,6 +161,15 @@ def _prompt(result: IGLensResult, b: int, cells: list[tuple[int, int]], onset: A
         pieces.append("<br>" if text.endswith("\n") else "<wbr>")
     name = f"<p class='soft'>prompt {b}</p>" if len(result.positions) > 1 else ""
     return f"{name}<div class='prompt'>{''.join(pieces)}</div>"
+
+
+def _unread(places: list[int], analysed: set[int]) -> dict[int, int]:
+    """The middle of long runs of tokens that were not analysed: how many at its first place, 0 at the others."""
+    hidden: dict[int, int] = {}
+    for is_analysed, run in groupby(places, key=analysed.__contains__):
+        middle = [] if is_analysed else list(run)[_SHOWN_AROUND:-_SHOWN_AROUND]
+        hidden |= {place: len(middle) if i == 0 else 0 for i, place in enumerate(middle)}
+    return hidden
 
 
 def _table(result: IGLensResult, cells: list[tuple[int, int]], onset: Any) -> str:
@@ -221,7 +250,7 @@ def _data(
     fraction: float,
 ) -> dict[str, Any]:
     """What the page's script needs; credits as the bytes of the result's own numbers, token by token."""
-    from .plotting._labels import visible
+    from .plotting._labels import HOVER_LENGTH, shorten, visible
     from .plotting._style import UNITS, array, palette
 
     chosen = torch.tensor(cells)
@@ -234,8 +263,8 @@ def _data(
             {
                 "row": row_of[b],
                 "place": place,
-                "token": visible(result.token_strings[b][place]),
-                "target": visible(result.target_strings[b][p]),
+                "token": shorten(visible(result.token_strings[b][place]), HOVER_LENGTH),
+                "target": shorten(visible(result.target_strings[b][p]), HOVER_LENGTH),
                 "start": _float(result.levels[0, b, p]),
                 "end": _float(result.levels[-1, b, p]),
                 "model": _float(result.model_level[b, p]),
@@ -272,6 +301,7 @@ def _figure(
 ) -> dict[str, Any]:
     """The heatmap of one prompt without its numbers, which the page takes from the credits."""
     from .plotting._cells import columns
+    from .plotting._style import hover
     from .plotting.heatmap import draw
 
     shown = columns(result, b, len(own))
@@ -282,10 +312,10 @@ def _figure(
             trace.pop(name, None)
     grid, over, across = known["data"][0], known["data"][2], known["data"][3]
     form = f"+.{_digits(result)}f"
-    grid["hovertemplate"] = f"<b>%{{x}}</b><br>segment %{{y}}<br>credit %{{z:{form}}}<extra></extra>"
+    grid["hovertemplate"] = hover("<b>%{x}</b>", "segment %{y}", f"credit %{{z:{form}}}")
     grid.pop("texttemplate", None)
-    over["hovertemplate"] = f"<b>%{{x}}</b><br>Σ over segments %{{y:{form}}}<extra></extra>"
-    across["hovertemplate"] = f"<b>%{{y}}</b><br>Σ over tokens %{{x:{form}}}<extra></extra>"
+    over["hovertemplate"] = hover("<b>%{x}</b>", f"Σ over segments %{{y:{form}}}")
+    across["hovertemplate"] = hover("<b>%{y}</b>", f"Σ over tokens %{{x:{form}}}")
     layout = known["layout"]
     taken = 21 * (layout["title"]["text"].count("<br>") + 1)  # by title and caption, which the page has
     layout["margin"]["t"] -= taken

@@ -144,10 +144,8 @@ class IGLensResult:
             place = int(self.positions[b, p])
             shared = (b, p, place, self.token_strings[b][place], int(self.targets[b, p]), self.target_strings[b][p])
             for s, label in enumerate(self.labels):
-                rows.append(
-                    (*shared, s, label, self.boundaries[s], float(self.attribution[s, b, p]))
-                    + (float(before[s, b, p]), float(after[s, b, p]), float(self.model_level[b, p]))
-                )
+                ends = (float(before[s, b, p]), float(after[s, b, p]), float(self.model_level[b, p]))
+                rows.append((*shared, s, label, self.boundaries[s], float(self.attribution[s, b, p]), *ends))
         names = ["batch", "column", "pos", "token", "target_id", "target", "index", "segment", "boundary", "credit"]
         return pd.DataFrame(rows, columns=[*names, "level_before", "level_after", "model"])
 

@@ -63,7 +63,7 @@ class WindowReader:
         states = states.at(cells)
         missing = [name for name in self.hooks if name not in states.extra]
         if missing:
-            states = replace(states, extra=self._forward(window, cells, ()).extra)
+            states = replace(states, extra={**self._forward(window, cells, ()).extra, **states.extra})
         return states
 
     def _forward(self, window: Window, cells: Tensor, fwd_hooks: Hooks) -> ResidualStates:

@@ -116,6 +116,14 @@ def component_hooks(model: Any, unit: str = "component") -> tuple[str, ...]:
     return tuple(names)
 
 
+def embed_hooks(model: Any) -> tuple[str, ...]:
+    """Token and position embedding where they are separate; rotary models list the second and never fire it."""
+    names = ("hook_embed", "hook_pos_embed")
+    if "pos_embed" not in getattr(model, "_modules", {}):
+        return ()
+    return names if all(name in model.hook_dict for name in names) else ()
+
+
 def parts_of(block: Any) -> tuple[str, ...]:
     """The sublayers of a block; attention-only models have one."""
     return ("attn", "mlp") if getattr(block, "mlp", None) is not None else ("attn",)

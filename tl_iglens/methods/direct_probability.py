@@ -8,14 +8,14 @@ from .._types import BASELINES
 from ..components import PATHS, ComponentQuestion
 from ..path import Point, resolve_path
 from ..windows import WindowReader
-from ..writers import UNITS, component_hooks
+from ..writers import UNITS, component_hooks, embed_hooks
 from .base import MethodResult, Question, ends_of
 
 
 def hooks(model: Any, *, unit: str = "component", **options: Any) -> tuple[str, ...]:
     """The outputs a unit needs beside the residual stream; ValueError for a unit the model has not."""
     check_choice("unit", unit, UNITS)
-    return component_hooks(model, unit)
+    return component_hooks(model, unit) + embed_hooks(model)
 
 
 def direct_probability(
@@ -39,9 +39,18 @@ def direct_probability(
     layers = [point.block for point in points if not point.mid]
     route = resolve_path(question.n_layers, layers, from_embed=baseline == "embed")
     asked = ComponentQuestion(
-        question.model, question.readout, question.objective, False, unit, None, route, path, baseline, n_nodes
+        question.model,
+        question.readout,
+        question.objective,
+        False,
+        unit,
+        None,
+        route,
+        path,
+        baseline,
+        n_nodes,
     )
-    names = component_hooks(question.model, unit)
+    names = hooks(question.model, unit=unit)
     reader = WindowReader(question.model, states.prompts, states.positions, states, names, (), None)
     found = asked.answer(reader, top_k, question.progress)
     has_mid = "blocks.0.hook_resid_mid" in question.model.hook_dict

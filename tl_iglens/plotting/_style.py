@@ -1,5 +1,6 @@
 """Colours, number formats, caption and layout that all figures share."""
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -113,8 +114,12 @@ def number(value: float, form: str) -> str:
 
 
 def hover(*lines: str, name: str = "") -> str:
-    """A hover template: lines, and what stands in the box beside them."""
-    return f"{'<br>'.join(lines)}<extra>{name}</extra>"
+    """A hover template: lines, and what stands in the box beside them.
+
+    Earlier plotly puts a ``~`` before formats that begin with a sign, which then mean nothing; a fill in front
+    of the sign changes no number and keeps it away.
+    """
+    return re.sub(r"(%\{[^}:]*:)\+", r"\g<1>0>+", f"{'<br>'.join(lines)}<extra>{name}</extra>")
 
 
 def unit(quantity: str) -> str:

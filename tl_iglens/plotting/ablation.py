@@ -63,7 +63,7 @@ def _effects(result: Any, batch: int, *, title: str | None, template: Any, width
             x=effect, y=list(range(len(effect))), orientation="h", name="effect",
             marker={"color": [colours.gain if v >= 0 else colours.loss for v in effect]},
             customdata=_details(result, row),
-            hovertemplate="<b>%{y}</b><br>%{customdata}<extra></extra>",
+            hovertemplate=hover("<b>%{y}</b>", "%{customdata}"),
         )
     )  # fmt: skip
     every = int(np.ceil(len(effect) / 60))
@@ -222,7 +222,7 @@ def _forest(table: Any, names: list[str], colours: Palette, *, show: bool) -> li
                 "thickness": 1.5,
                 "width": 3,
             },
-            hovertemplate="<b>%{y}</b><br>%{customdata}<extra></extra>",
+            hovertemplate=hover("<b>%{y}</b>", "%{customdata}"),
         ),
     ]
 
@@ -241,7 +241,7 @@ def _pooled(study: Any, colours: Palette) -> list[Any]:
     return [
         go.Scatter(
             x=credit[chosen], y=effect[chosen], mode="markers", name=name, marker=marker, text=texts[chosen],
-            hovertemplate="<b>%{text}</b><br>credit %{x:+.6f}<br>effect %{y:+.6f}<extra></extra>",
+            hovertemplate=hover("<b>%{text}</b>", "credit %{x:+.6f}", "effect %{y:+.6f}"),
         )
         for name, chosen, marker in (
             ("layer", ~onset, {"size": 5, "color": colours.lines[0], "opacity": 0.45}),

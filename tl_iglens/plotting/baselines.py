@@ -62,7 +62,7 @@ def baselines(
             colorscale=[list(stop) for stop in colours.scale],
             name="credit",
             colorbar={"title": {"text": f"credit<br>({unit(quantity)})"}, "thickness": 14, "x": 1.01},
-            hovertemplate=f"baseline <b>%{{y}}</b><br>segment %{{x}}<br>credit %{{z:{value}}}<extra></extra>",
+            hovertemplate=hover("baseline <b>%{y}</b>", "segment %{x}", f"credit %{{z:{value}}}"),
         ),
         row=1,
         col=1,
@@ -82,7 +82,7 @@ def baselines(
                 "color": colours.paper,
                 "line": {"color": colours.ink, "width": 1.5},
             },
-            hovertemplate="baseline <b>%{y}</b><br>onset %{x}<extra></extra>",
+            hovertemplate=hover("baseline <b>%{y}</b>", "onset %{x}"),
         ),
         row=1,
         col=1,
@@ -172,7 +172,7 @@ def _check_same(name: str, result: Any, first: Any, batch: int, pos: int) -> Non
 
 def _union(paths: Sequence[Sequence[str]]) -> list[str]:
     """Labels of all paths in order: each new one before the label that follows it on its own path."""
-    labels = list(max(paths, key=len))
+    labels = list(max(paths, key=lambda path: len(path)))
     for path in paths:
         for i, label in reversed(list(enumerate(path))):
             if label not in labels:

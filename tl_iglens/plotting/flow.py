@@ -81,7 +81,7 @@ def flow(
                     insidetextanchor="middle",
                     textangle=0,
                     customdata=[full(t[k]) for t in texts],
-                    hovertemplate=f"<b>%{{y}}</b><br>%{{customdata}} {name} %{{x:+.6f}}<extra></extra>",
+                    hovertemplate=hover("<b>%{y}</b>", f"%{{customdata}} {name} %{{x:+.6f}}"),
                 )
             )
         rest = sign * moved[kept] - amounts.sum(1)
@@ -94,7 +94,7 @@ def flow(
                 name="all other tokens",
                 legendgroup="rest",
                 marker={"color": colours.neutral, "opacity": 0.35},
-                hovertemplate=f"<b>%{{y}}</b><br>all other tokens {name} %{{x:+.6f}}<extra></extra>",
+                hovertemplate=hover("<b>%{y}</b>", f"all other tokens {name} %{{x:+.6f}}"),
             )
         )
     bound = 1.08 * (float(np.abs(moved).max()) or 1)

@@ -16,6 +16,7 @@ from ._style import (
     Palette,
     array,
     finish,
+    hover,
     label_space,
     limit,
     number,
@@ -99,9 +100,13 @@ def draw(
         rows=2, cols=2, row_heights=[top, 1 - top], column_widths=[0.86, 0.14], shared_xaxes="columns",
         shared_yaxes="rows", vertical_spacing=6 / (_TOP_PIXELS + rows), horizontal_spacing=0.015,
     )  # fmt: skip
-    written = len(cells) <= _WRITTEN_COLUMNS and z.size <= _WRITTEN_CELLS
+    tall = (height - 260 if height else rows) >= 12 * len(z)  # room for a number in every row
+    written = len(cells) <= _WRITTEN_COLUMNS and z.size <= _WRITTEN_CELLS and tall
+    in_view = len(cells) if window is None else min(window, len(cells))
     figure.add_trace(_credits(result, cells, z, colours, readout, written), row=2, col=1)
-    figure.add_trace(_onsets(result, cells, onset_rule, fraction, colours, -0.4 if written else 0.0), row=2, col=1)
+    onsets = _onsets(result, cells, onset_rule, fraction, colours, shift=-0.4 if written else 0.0)
+    onsets.marker.size = 8 if in_view <= 60 else 5
+    figure.add_trace(onsets, row=2, col=1)
     over = array(cells.of(result.attribution).sum(0))
     names = _column_names(result, cells)
     figure.add_trace(_bars(over, names, f"Σ over segments %{{y:{value}}}", colours), row=1, col=1)
@@ -109,7 +114,7 @@ def draw(
     names = [f"<b>{full(label)}</b>" for label in result.labels]
     figure.add_trace(_bars(across, names, f"Σ over tokens %{{x:{value}}}", colours, sideways=True), row=2, col=2)
 
-    first = 0 if window is None else max(0, len(cells) - window)
+    first = len(cells) - in_view
     across_axis = ticks if written else aliases
     turned = {"tickangle": -90 if len(cells) > _WRITTEN_COLUMNS else 0, "tickfont": {"size": 11}}
     view = {**turned, "range": [first - 0.5, len(cells) - 0.5], "showgrid": False}
@@ -160,20 +165,18 @@ def _credits(result: Any, cells: Columns, z: np.ndarray, colours: Palette, reado
         colorscale=[list(stop) for stop in colours.scale], xgap=int(len(cells) <= 80), ygap=int(len(z) <= 80),
         colorbar={"title": {"text": f"credit<br>({unit(result.info.quantity)})"}, "thickness": 14, "x": 1.01},
         name="credit",
-        hovertemplate=f"<b>%{{x}}</b><br>segment %{{y}}<br>credit %{{z:{value}}}<extra></extra>",
+        hovertemplate=hover("<b>%{x}</b>", "segment %{y}", f"credit %{{z:{value}}}"),
     )  # fmt: skip
     if z.size <= _DETAIL_CELLS:
         names, who = _cell_names(result, cells, len(z), readout)
         trace.hovertext = names
-        details, levels = [np.asarray(result.boundaries, float)[:, None] + 0 * z], ""
+        details, levels = [np.asarray(result.boundaries, float)[:, None] + 0 * z], []
         if (sides := ends(result)) is not None:
             details += [array(cells.of(side)).astype(np.float64).round(7) for side in sides]
-            levels = f"level %{{customdata[1]:{level}}} → %{{customdata[2]:{level}}}<br>"
+            levels = [f"level %{{customdata[1]:{level}}} → %{{customdata[2]:{level}}}"]
         trace.customdata = np.stack(details, -1)
-        trace.hovertemplate = (
-            f"{who}<br>segment %{{y}}, ends at boundary %{{customdata[0]:d}}<br>{levels}"
-            f"credit %{{z:{value}}}<extra></extra>"
-        )
+        place = "segment %{y}, ends at boundary %{customdata[0]:d}"
+        trace.hovertemplate = hover(who, place, *levels, f"credit %{{z:{value}}}")
     if written:
         trace.text = [[number(v, "+.3f") if abs(v) >= 0.02 * bound else "" for v in row] for row in z.tolist()]
         trace.texttemplate = "%{text}"
@@ -241,7 +244,7 @@ def _onsets(result: Any, cells: Columns, rule: str, fraction: float, colours: Pa
             "line": {"color": colours.ink, "width": 1.5},
         },
         text=[full(cells.tokens[i]) for i in x],
-        hovertemplate="<b>%{text}</b><br>onset at %{y}<extra></extra>",
+        hovertemplate=hover("<b>%{text}</b>", "onset at %{y}"),
     )
 
 
@@ -254,7 +257,7 @@ def _bars(values: np.ndarray, names: list[str], what: str, colours: Palette, *, 
         marker={"color": [colours.gain if v >= 0 else colours.loss for v in values]},
         showlegend=False,
         customdata=names,
-        hovertemplate=f"%{{customdata}}<br>{what}<extra></extra>",
+        hovertemplate=hover("%{customdata}", what),
         name="",
     )
 

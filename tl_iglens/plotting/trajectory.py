@@ -55,7 +55,7 @@ def trajectory(
             name="logit lens (level)",
             line={"color": colours.lines[0]},
             customdata=[full(label) for label in result.point_labels],
-            hovertemplate=f"<b>%{{customdata}}</b><br>level %{{y:{level}}}<extra>logit lens</extra>",
+            hovertemplate=hover("<b>%{customdata}</b>", f"level %{{y:{level}}}", name="logit lens"),
         ),
         row=1,
         col=1,
@@ -67,7 +67,7 @@ def trajectory(
             go.Scatter(
                 x=x, y=y, mode="lines+markers", name=escape(name), line=line, marker={"symbol": turn % 5 + 1},
                 customdata=[full(label) for label in labels],
-                hovertemplate=f"<b>%{{customdata}}</b><br>level %{{y:{level}}}<extra>{escape(name)}</extra>",
+                hovertemplate=hover("<b>%{customdata}</b>", f"level %{{y:{level}}}", name=escape(name)),
             ), row=1, col=1,
         )  # fmt: skip
     own = float(cells.of(result.model_level)[0])

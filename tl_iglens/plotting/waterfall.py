@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 from .._checks import check_positive
 from ._cells import ends, is_path, one
 from ._labels import full, ticks
-from ._style import AWAY, LEGEND, array, finish, label_space, number, palette, signed, unit
+from ._style import AWAY, LEGEND, array, finish, hover, label_space, number, palette, signed, unit
 
 _GAP = 1e-6  # of Σ|credit|: what the credits leave unexplained is a row of its own from here on
 _SMALL = 1e-3  # of Σ|credit|: smaller segments are gathered
@@ -74,7 +74,7 @@ def waterfall(
             cliponaxis=False,
             textfont={"size": 12},
             customdata=hovers,
-            hovertemplate="<b>%{y}</b>: %{text}<br>%{customdata}<extra></extra>",
+            hovertemplate=hover("<b>%{y}</b>: %{text}", "%{customdata}"),
             increasing={"marker": {"color": colours.gain}},
             decreasing={"marker": {"color": colours.loss}},
             totals={"marker": {"color": colours.neutral}},
