@@ -192,7 +192,8 @@ def test_states_adopted_from_a_cache(model, logits):
     batch = torch.tensor([IDS, IDS[::-1]])
     with torch.no_grad():
         said, cache = model.run_with_cache(batch, return_type="logits")
-    if not logits and not IS_4 and getattr(model.cfg, "logit_scale", None) is not None:
+    scaled = getattr(model.cfg, "logit_scale", None) is not None and getattr(model, "compatibility_mode", False)
+    if scaled and not logits and not IS_4:
         pytest.skip("3.9 scales the logits of Cohere twice; without the logits of the run nothing says so")
     adopted = ResidualStates.from_cache(
         model, cache, batch, pos_slice=None, incl_mid=incl_mid, logits=said if logits else None
@@ -201,8 +202,8 @@ def test_states_adopted_from_a_cache(model, logits):
     assert torch.equal(adopted.resid, direct.resid) and adopted.points == direct.points
     close(adopted.output.log_z, direct.output.log_z, 1e-5)
     a, b = ig_lens(model, states=adopted), ig_lens(model, batch)
-    close(a.attribution, b.attribution, 1e-6)
-    close(a.model_level, b.model_level, 1e-6)
+    close(a.attribution, b.attribution, 5e-6)
+    close(a.model_level, b.model_level, 5e-6)
 
 
 def test_a_cache_of_pre_states_and_the_last_post_state_is_enough(lens_model):

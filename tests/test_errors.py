@@ -334,9 +334,6 @@ def test_baselines_that_do_not_fit(texts, shape):
     )
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a micro-batch takes its rows of a baseline before its shape is checked"
-)
 @pytest.mark.parametrize("states", [False, True])
 def test_baselines_of_more_rows_than_the_input(texts, states):
     baseline = collect_states(texts, [IDS, IDS]) if states else torch.zeros(2, 1, 32)
@@ -359,7 +356,6 @@ def test_states_and_input_together(texts):
     assert refused(texts, states=states, fwd_hooks=[("hook_embed", lambda act, hook: act)]) == message
 
 
-@pytest.mark.xfail(strict=True, reason="ig_lens compares pos_slice with -1 before looking at its type")
 def test_states_at_positions_given_as_a_tensor(texts):
     states = collect_states(texts, IDS, pos_slice=None)
     assert ig_lens(texts, states=states, pos_slice=torch.tensor([0, 2])).positions.tolist() == [[0, 2]]

@@ -272,9 +272,6 @@ def test_micro_batches_change_nothing(lens_model, targets, batch_size):
         assert parts.target_strings == whole.target_strings and parts.token_strings == whole.token_strings
 
 
-@pytest.mark.xfail(
-    strict=True, reason="read_path concatenates nothing when a micro-batch has no analysed cell"
-)
 @pytest.mark.parametrize("targets", [None, "next"])
 def test_micro_batches_without_any_position(lens_model, targets):
     batch = torch.tensor([IDS[:1] + [2] * 6, IDS])

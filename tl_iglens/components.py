@@ -138,12 +138,10 @@ def direct_probability_attribution(
     ids = torch.zeros(shape, dtype=torch.long) if targets is None else targets
     objective = resolve_objective(model, readout.d_vocab, ids, incorrect_targets, quantity, shape)
     given = _directions(components, path, route, (*shape, readout.d_model))
-    ask = ComponentQuestion(
-        model, readout, objective, targets is None, unit, given, route, path, baseline, n_nodes
-    )
-    return ask.answer(
-        WindowReader(model, prompts, positions, states, hooks, fwd_hooks, batch_size), top_k, progress
-    )
+    own_top = targets is None
+    asked = ComponentQuestion(model, readout, objective, own_top, unit, given, route, path, baseline, n_nodes)
+    reader = WindowReader(model, prompts, positions, states, hooks, fwd_hooks, batch_size)
+    return asked.answer(reader, top_k, progress)
 
 
 @dataclass
@@ -164,10 +162,10 @@ class ComponentQuestion:
     @property
     def line(self) -> Path:
         """The path that is read: the route itself, or the straight line between its ends."""
-        n_layers, from_embed = self.route.n_layers, self.route.points[0] is not None
-        return (
-            self.route if self.path == "layers" else resolve_path(n_layers, [n_layers], from_embed=from_embed)
-        )
+        if self.path == "layers":
+            return self.route
+        n_layers = self.route.n_layers
+        return resolve_path(n_layers, [n_layers], from_embed=self.route.points[0] is not None)
 
     def answer(self, reader: WindowReader, top_k: int | None, progress: bool) -> ComponentResult:
         windows = list(reader.windows(self._cell_bytes()))

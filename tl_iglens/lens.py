@@ -88,8 +88,8 @@ def ig_lens(
     ask = _Ask(model, readout, targets, incorrect_targets, path, baseline, estimator, n_steps, quantity)
     if states is not None:
         _check_states(states, input, attention_mask, fwd_hooks, path)
-        positions = states.positions if pos_slice == -1 and states.positions.shape[1] == 1 else None
-        positions = select_positions(states.prompts, pos_slice) if positions is None else positions
+        as_collected = isinstance(pos_slice, int) and pos_slice == -1 and states.positions.shape[1] == 1
+        positions = states.positions if as_collected else select_positions(states.prompts, pos_slice)
         if is_next(targets):
             positions, _ = next_tokens(states.prompts, positions)
         return ask.answer(states.at(positions), slice(None), states.prompts)
@@ -127,7 +127,7 @@ class _Ask:
         objective = self._objective(states, rows, prompts)
         present = states.present
         at = present.to(states.resid.device)
-        points = _path_states(states, self.path, self.baseline, rows)[:, at]  # [point, cell, d_model]
+        points = _path_states(states, self.path, self.baseline, rows, len(prompts.ids))[:, at]  # [point, cell, d_model]
         flat = Objective(self.quantity, objective.ids[present], objective.sign[present])
         credits = read_path(self.readout, points, flat, self.estimator, self.n_steps)
         own = model_level_logits(self.readout, states, objective.ids)
@@ -188,7 +188,7 @@ def read_path(
 ) -> SegmentCredits:
     """Credits and levels of a path through given states, a run of cells at a time; float64."""
     parts = []
-    for first in range(0, points.shape[1], _CELLS_AT_ONCE):
+    for first in range(0, max(points.shape[1], 1), _CELLS_AT_ONCE):
         cells = slice(first, min(first + _CELLS_AT_ONCE, points.shape[1]))
         here = objective.at(cells)
         parts.append(
@@ -198,7 +198,7 @@ def read_path(
                 estimator=estimator,
                 n_steps=n_steps,
                 value_and_grad=lambda h, here=here: readout.value_and_grad(h, here),
-                max_nodes=max(1, _CELLS_AT_ONCE // (cells.stop - cells.start)),
+                max_nodes=max(1, _CELLS_AT_ONCE // max(cells.stop - cells.start, 1)),
             )
         )
     return SegmentCredits(
@@ -207,18 +207,18 @@ def read_path(
 
 
 def _path_states(
-    states: ResidualStates, path: Path, baseline: Any, rows: slice
+    states: ResidualStates, path: Path, baseline: Any, rows: slice, n_rows: int | None = None
 ) -> Float[Tensor, "point batch pos d_model"]:
-    """The states the path visits; the first of them is the baseline."""
+    """The states the path visits; the first of them is the baseline, of which ``rows`` of ``n_rows`` are read."""
     visited = states.resid[[states.index(point) for point in path.states]]
     if path.points[0] is not None:
         return visited
     start = states.index(path.states[0])
     if isinstance(baseline, ResidualStates):
         base = baseline.resid[baseline.index(path.states[0])]
-        base = base[rows] if len(base) > 1 else base
+        base = base[rows] if len(base) == n_rows else base
     elif isinstance(baseline, Tensor):
-        base = baseline[rows] if baseline.ndim == 3 and len(baseline) > 1 else baseline
+        base = baseline[rows] if baseline.ndim == 3 and len(baseline) == n_rows else baseline
     elif baseline == "zero":
         base = torch.zeros_like(visited[0])
     else:

@@ -146,7 +146,7 @@ class Readout:
     def _row_blocks(self, h: Tensor) -> Iterator[tuple[slice, Float[Tensor, "row d_model"]]]:
         """States as rows, a block at a time, so that nothing of the size of all rows is made."""
         rows = h.reshape(-1, h.shape[-1])
-        for first in range(0, len(rows), _ROW_BLOCK):
+        for first in range(0, max(len(rows), 1), _ROW_BLOCK):
             at = slice(first, min(first + _ROW_BLOCK, len(rows)))
             yield at, rows[at]
 
@@ -173,7 +173,7 @@ class Readout:
         z = torch.empty(ids.shape, dtype=torch.float64, device=self.device)
         log_z = torch.empty(n_rows, dtype=torch.float64, device=self.device)
         mean = torch.zeros(n_rows, self.d_model, dtype=self.acc_dtype, device=self.device) if gradient else None
-        row_block = min(n_rows, _ROW_BLOCK)
+        row_block = max(1, min(n_rows, _ROW_BLOCK))
         tile = self._tile_width(row_block)
         buffer = torch.empty(row_block * tile, dtype=self.work_dtype, device=self.device)
         for first in range(0, n_rows, row_block):

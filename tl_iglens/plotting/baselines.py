@@ -172,7 +172,7 @@ def _check_same(name: str, result: Any, first: Any, batch: int, pos: int) -> Non
 
 def _union(paths: Sequence[Sequence[str]]) -> list[str]:
     """Labels of all paths in order: each new one before the label that follows it on its own path."""
-    labels = list(max(paths, key=lambda path: len(path)))
+    labels = [*sorted(paths, key=len)[-1]]
     for path in paths:
         for i, label in reversed(list(enumerate(path))):
             if label not in labels:
