@@ -152,7 +152,7 @@ class Readout:
 
     def _unflatten(self, scans: list[Scan], h: Tensor) -> tuple[Float[Tensor, "*row id"], Float[Tensor, "*row"]]:
         z = torch.cat([scan.z for scan in scans])
-        return z.reshape(*h.shape[:-1], -1), torch.cat([scan.log_z for scan in scans]).reshape(h.shape[:-1])
+        return z.reshape(*h.shape[:-1], z.shape[-1]), torch.cat([scan.log_z for scan in scans]).reshape(h.shape[:-1])
 
     def normed(self, rows: Float[Tensor, "row d_model"]) -> Float[Tensor, "row d_model"]:
         """The model's own final norm at these rows, in the dtype the unembedding reads."""
