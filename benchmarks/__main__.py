@@ -41,6 +41,9 @@ def speed(quick: bool) -> list[Row]:
     for n in (128,) if quick else (128, 512):
         call = ratio(cases.whole_call(SMOL, n), cases.forward_and_readout(SMOL, n))
         rows.append(("whole ig_lens call / (forward + readout)", f"{SMOL}, T = {n}", f"{call.value:.2f}", "≤ 1.10"))
+    if not quick:
+        call = ratio(cases.whole_call(GEMMA, 128), cases.forward_and_readout(GEMMA, 128))
+        rows.append(("whole ig_lens call / (forward + readout)", f"{GEMMA}, T = 128", f"{call.value:.2f}", "≤ 1.10"))
     many = ratio(cases.steps(8), cases.steps(1))
     rows.append(("n_steps = 8 / n_steps = 1, exact", f"{SMOL}, T = 32", f"{many.value:.2f}", "≤ 8.20"))
     return rows
@@ -53,6 +56,17 @@ def memory(quick: bool) -> list[Row]:
             for case, goal in (("value", 64), ("value_and_grad", 96)):
                 mib = in_fresh_process(f"peak({case}, {head!r}, {n})")
                 rows.append((f"peak memory of {case}, MiB", f"{head}, T = {n}", f"{mib:.0f}", f"≤ {goal}"))
+    sweeps = {
+        "T": ("tokens_of", (128, 512, 2048)),
+        "layers": ("rows_of", (4, 8, 16, 31)),
+        "n_steps": ("steps", (1, 2, 4, 8)),
+        "vocabulary": ("vocabulary", (8_192, 32_768, 131_072)),
+    }
+    for name, (case, sizes) in {} if quick else sweeps.items():
+        peaks = [in_fresh_process(f"peak_of_sweep({case}, {size})") for size in sizes]
+        found = ", ".join(f"{size:,}: {mib:.0f}" for size, mib in zip(sizes, peaks, strict=True))
+        exponent = slope(sizes, [max(mib, 1) for mib in peaks])
+        rows.append((f"peak memory of value against {name}, MiB; exponent", found, f"{exponent:.2f}", "–"))
     return rows
 
 
@@ -109,7 +123,7 @@ def main() -> None:
     args = parser.parse_args()
     console = Console()
     lines = ["# Measured", "", f"Machine: {machine()}.", "", "Times are ratios of medians measured in one run, sides alternating, "]
-    lines[-1] += "at least seven repeats. Rows are limited to 1.5·10¹¹ multiply-adds a side by taking evenly spaced layers."
+    lines[-1] += "at least seven repeats. Rows are limited to 5·10¹⁰ multiply-adds a side by taking evenly spaced layers."
     for name in args.only:
         with console.status(f"measuring {name} ..."):
             rows = PARTS[name](args.quick)

@@ -21,7 +21,7 @@ from .measure import peak_above
 torch.set_grad_enabled(False)
 
 # A side is limited to this many multiply-adds, by taking evenly spaced layers; both sides read the same rows.
-WORK = 1.5e11
+WORK = 5e10
 HEADS = ("SmolLM2-135M", "Gemma-3-270M", "Llama-3.2-1B (random head)")
 
 
@@ -64,7 +64,7 @@ def points(head: str, n_tokens: int, limit: float = WORK) -> Tensor:
     else:
         every = states(head, n_tokens).resid[:, 0]
     keep = int(limit / (n_tokens * W_U.numel()))
-    index = torch.linspace(0, len(every) - 1, max(2, min(keep, len(every)))).round().long()
+    index = torch.linspace(0, len(every) - 1, max(1, min(keep, len(every)))).round().long()
     return every[index].contiguous()
 
 
@@ -213,6 +213,24 @@ def peak(case: Callable[..., Callable[[], object]], *args: Any) -> float:
     run = case(*args)
     case(args[0], 8)()
     return peak_above(run)
+
+
+def peak_of_sweep(case: Callable[[int], Callable[[], object]], size: int) -> float:
+    """Peak MiB of one size of a sweep, above its inputs and a warm-up on eight rows."""
+    run = case(size)
+    value(HEADS[0], 8)()
+    return peak_above(run)
+
+
+def rows_of(n_points: int, n_tokens: int = 128) -> Callable[[], object]:
+    """The value at so many of SmolLM2's 31 points."""
+    readout, h = Readout(model(HEADS[0])), points(HEADS[0], n_tokens, 1e15)
+    target = objective(h, readout.d_vocab)
+    return lambda: readout.value(h[:n_points], target)
+
+
+def tokens_of(n_tokens: int) -> Callable[[], object]:
+    return value(HEADS[0], n_tokens)
 
 
 def accuracy(head: str, n_tokens: int = 32) -> float:

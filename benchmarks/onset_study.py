@@ -1,6 +1,6 @@
 """Does the IG-Lens onset foretell the layer whose ablation hurts most? The whole study with one command.
 
-``python -m benchmarks.onset_study --out study`` scores and ablates every prompt of ``tl_iglens.prompts`` in
+``python -m benchmarks.onset_study --out study`` scores and ablates 240 prompts of ``tl_iglens.prompts`` in
 both demo models (block, attention, MLP × skip, mean, resample × target position, all positions) and writes
 
 * ``parts/``: one Parquet file per model and run of prompts, so that a study goes on where it was left;
@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 
 from tl_iglens.ablation import ablate_each
 from tl_iglens.demo import load_demo_model, load_gemma
-from tl_iglens.prompts import PROMPTS, sample, texts
+from tl_iglens.prompts import sample, texts
 from tl_iglens.sites import Reference, collect_reference
 from tl_iglens.validation import DEFAULT_SCORES, UNITS, PromptScores, judge, prompt_scores
 
@@ -39,9 +39,9 @@ class Protocol:
     """Everything that decides the numbers."""
 
     models: tuple[str, ...] = tuple(MODELS)
-    prompts: int = len(PROMPTS)
+    prompts: int = 240  # a sample that is even over the families
     references: int = 64  # prompts that `mean` averages and `resample` draws from
-    captum: int = 16  # the first so many prompts are also scored by Captum's layer integrated gradients
+    captum: int = 8  # the first so many prompts are also scored by Captum's layer integrated gradients
     units: tuple[str, ...] = UNITS
     modes: tuple[str, ...] = ("skip", "mean", "resample")
     places: tuple[str, ...] = ("target", "all")

@@ -336,8 +336,8 @@ def test_rows_never_exceed_the_budget():
 
 
 def test_a_bump_between_the_probes_is_found():
-    states = torch.zeros(9, 1, 2, dtype=torch.float64)
-    states[5:, 0, 0] = 1.0
+    states = torch.ones(9, 1, 2, dtype=torch.float64)
+    states[:5, 0, 0] = 0.0
 
     def f(h, cell):
         return torch.exp(-(((h[:, 0] - 0.5) / 0.08) ** 2)) * (1 + h[:, 1])
@@ -417,6 +417,26 @@ def test_baselines_add_what_the_embedding_is_made_of(lens_model, path):
     assert late.segment_of == (0,) * 7 + (1,) * 2 and late.point_labels == ("base", "2_pre", "final_post")
 
 
+@pytest.mark.parametrize("path", BOTH)
+def test_the_jump_at_the_origin_is_resolved(path):
+    """∇f falls like 1/α towards the origin until ε ends it: midpoints in log α see all of it."""
+    needs_bridge()
+    model = small_model("llama-raw")
+    hf, states = references._pristine(SPECS[model]), reference_states(model, IDS)[:, 0, -1]
+    embed, end = states[0], states[-1] if path == "straight" else states[0]
+    logs = torch.linspace(-26, 0, 60_001, dtype=torch.float64)
+    with torch.enable_grad():
+        alpha = ((logs[1:] + logs[:-1]) / 2).exp()[:, None]
+        h = (alpha * end).requires_grad_(True)
+        p = hf.get_output_embeddings()(references._final_norm(hf)(h)).softmax(-1)[:, 7]
+        (gradient,) = torch.autograd.grad(p.sum(), h)
+    expected = float((gradient * alpha * logs.diff()[:, None]).sum(0) @ embed)
+    with pytest.warns(UserWarning, match="^baseline is the origin"):
+        ours = dpa(model, IDS, targets=7, path=path, baseline="zero")
+    assert ours.labels[0] == "embed" and abs(float(ours.attribution[0, 0, 0]) - expected) < 1e-5
+    assert abs(expected) > 1e-3 and ours.quadrature_error.sum() < 1e-5
+
+
 def test_embedding_is_one_row_where_positions_are_not_added():
     parts = dpa(small_model("llama-raw"), IDS, baseline="mean")
     assert parts.labels[:3] == ("embed", "base", "0_attn_out")
@@ -429,8 +449,8 @@ def test_shortformer_positions_are_no_row():
 
 def test_the_origin_warns_and_still_sums(lens_model):
     text = (
-        "baseline is the origin, where a readout behind a norm jumps: the first step of the path holds a change that "
-        "no quadrature resolves well; see quadrature_error, or start from 'embed' or 'mean'"
+        "baseline is the origin, where a readout behind a norm jumps: the first step of the path holds all of that "
+        "jump, and quadrature_error says how well it was resolved; 'embed' and 'mean' start from a real state"
     )
     whole = ig_lens(lens_model, IDS, baseline="zero")
     for baseline in ("zero", torch.zeros(32)):

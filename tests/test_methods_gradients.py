@@ -11,6 +11,7 @@ from fixtures import no_trace
 from tl_iglens.compare import compare
 
 pytest.importorskip("captum")
+pytestmark = pytest.mark.filterwarnings("ignore:layer_:UserWarning")  # few steps keep these tests quick
 
 IDS = [1, 5, 40, 17, 20]
 METHODS = ("layer_ig", "layer_conductance")
@@ -97,6 +98,16 @@ def test_more_steps_bring_the_totals_closer(name):
     few, many = (compare(model, [IDS], methods=options(n_steps=n), layers=[0, 2]) for n in (4, 64))
     for method in METHODS:
         assert float(many[method].error) <= float(few[method].error) + 1e-6
+
+
+def test_totals_that_miss_the_change_are_warned_about():
+    model = small_model("gpt2-raw")
+    with pytest.warns(
+        UserWarning, match=r"^layer_ig with n_steps=1 misses the change of the output by \d+% at"
+    ) as caught:
+        found = compare(model, [IDS], targets=4, methods={"layer_ig": {"baseline_prompt": 9, "n_steps": 1}})["layer_ig"]
+    miss = found.extra["convergence_delta"][:, 0, 0].abs() / max(abs(float(found.expected)) / 3, 1e-3)
+    assert f"by {float(miss.max()):.0%} at {int(miss.argmax())}_block;" in str(caught[0].message)
 
 
 def test_rows_positions_and_pads_are_told_apart():

@@ -15,7 +15,15 @@ from scipy.special import ndtr
 from tl_iglens import ig_lens, ranking
 from tl_iglens.ablation import ablate
 from tl_iglens.prompts import Prompt, sample
-from tl_iglens.validation import DEFAULT_SCORES, SCORES, OnsetStudy, judge, prompt_scores, validate_onset
+from tl_iglens.validation import (
+    DEFAULT_SCORES,
+    LAYER_IG_STEPS,
+    SCORES,
+    OnsetStudy,
+    judge,
+    prompt_scores,
+    validate_onset,
+)
 
 TEXTS = [
     "The capital of France is",
@@ -270,7 +278,7 @@ def test_captum_at_the_target_is_the_change_of_the_whole_at_the_last_block(worde
     from tl_iglens.compare import compare
 
     found = prompt_scores(worded, TEXTS[:2], scores=("layer_ig",))
-    whole = compare(worded, TEXTS[:2], methods={"layer_ig": {"n_steps": 8}})["layer_ig"]
+    whole = compare(worded, TEXTS[:2], methods={"layer_ig": {"n_steps": LAYER_IG_STEPS}})["layer_ig"]
     assert torch.allclose(
         found.scores["layer_ig"][:, -1].double(), whole.values[-1, :, 0].double(), atol=1e-5
     )

@@ -368,7 +368,8 @@ def _stacked(
     for row in tqdm(range(len(rows)), desc="ablate", unit="prompt", disable=not progress):
         prompt, last = rows.solo(row), rows.length(row) - 1
         own = None if objective is None else objective.at(slice(row, row + 1))
-        found_z, found_log_z = [None] * (1 + len(sites)), torch.empty(1 + len(sites), dtype=torch.float64)
+        found_z: list[Any] = [None] * (1 + len(sites))
+        found_log_z = torch.empty(1 + len(sites), dtype=torch.float64)
         limit = min(_TOKENS_PER_PASS // (last + 1), _LOGITS_PER_PASS // int(model.cfg.d_vocab))
         for chosen in _runs(order, size or max(1, limit - 1)):
             lanes = [
@@ -461,7 +462,7 @@ def _results(
         texts = [token_text(tokenizer, i) for i, s in zip(ids, signs, strict=True) if s > 0]
         return texts[0] if len(texts) == 1 else "{" + ", ".join(texts) + "}"
 
-    shared = {
+    shared: dict[str, Any] = {
         "targets": flat.ids[:, 0],
         "target_strings": tuple(map(name, flat.ids.tolist(), flat.sign.tolist())),
         "tokens": rows.prompts.ids,
@@ -511,7 +512,7 @@ def write_tensors(result: Any, path: str | FilePath) -> FilePath:
         name: value.contiguous().clone() for name, value in values.items() if isinstance(value, Tensor)
     }
     words = {name: value for name, value in values.items() if name not in tensors}
-    words = {name: asdict(value) if is_dataclass(value) else value for name, value in words.items()}
+    words = {n: asdict(v) if is_dataclass(v) and not isinstance(v, type) else v for n, v in words.items()}
     kind = f"tl_iglens.{type(result).__name__}"
     path = FilePath(path)
     partial = path.with_name(path.name + ".partial")

@@ -94,8 +94,8 @@ def direct_probability_attribution(
             ``"embed"`` adds ``embed``, ``pos_embed`` where it is separate, and ``base``, the state that the
             baseline takes away.
         path: ``"layers"`` or ``"straight"``.
-        n_nodes: gradients per step where f moves, fewer where it is flat. A cell takes at most ``n_nodes``
-            × blocks (at least 8) in all, most of them where f moves. The sum is exact at any number.
+        n_nodes: gradients per step where f moves, fewer where it is flat. A cell takes at most 2 ``n_nodes``
+            × blocks (at least 4) in all, most of them where f moves. The sum is exact at any number.
         components: directions of your own instead of ``unit``, each a tensor broadcastable to ``[batch, pos,
             d_model]`` as it is added to the stream, such as an autoencoder's activation × decoder row. On
             ``"layers"`` a label begins with its block, ``L3F12`` or ``3_feature``, and the direction is part
@@ -223,7 +223,7 @@ class ComponentQuestion:
             points,
             levels.to(points.device),
             n_nodes=self.n_nodes,
-            max_rows=self.n_nodes * max(self.route.n_layers, 2 * FIRST_STEPS),
+            max_rows=2 * self.n_nodes * max(self.route.n_layers, FIRST_STEPS),
         ):
             spread.add(steps)
         found = (spread.credit, spread.error, spread.n_rows, levels, model_level[present])
@@ -392,8 +392,8 @@ def _warn_origin(baseline: Any) -> None:
         zero = isinstance(baseline, Tensor) and not bool(baseline.any())
     if zero:
         warnings.warn(
-            "baseline is the origin, where a readout behind a norm jumps: the first step of the path holds a "
-            "change that no quadrature resolves well; see quadrature_error, or start from 'embed' or 'mean'",
+            "baseline is the origin, where a readout behind a norm jumps: the first step of the path holds all of that "
+            "jump, and quadrature_error says how well it was resolved; 'embed' and 'mean' start from a real state",
             stacklevel=4,
         )
 

@@ -17,8 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from plotly.offline import get_plotlyjs
 
 from ._checks import fail
+from .plotting._cells import columns
+from .plotting._labels import HOVER_LENGTH, shorten, visible
+from .plotting._style import UNITS, array, hover, number, palette
+from .plotting.heatmap import draw
 from .result import IGLensResult
 
 _PAGE_BYTES = 5_900_000  # the largest page
@@ -112,7 +117,6 @@ def _filled(
 
 def _script() -> str:
     """The installed plotly's own script without the links it would show on maps."""
-    from plotly.offline import get_plotlyjs
 
     return re.sub(r"((?:src|href)=\\?[\"'])https?://[^\"'\\]*", r"\1#", get_plotlyjs())
 
@@ -133,28 +137,27 @@ def _cells(result: IGLensResult, b: int, per_row: int) -> list[tuple[int, int]]:
 
 def _text(text: str) -> str:
     """A token or label as HTML that shows every character."""
-    from .plotting._labels import visible
 
     return html.escape(visible(text))
 
 
 def _prompt(result: IGLensResult, b: int, cells: list[tuple[int, int]], onset: Any) -> str:
     """The tokens of a prompt, those on the page as buttons with the shade of their onset."""
-    number = {int(result.positions[cell]): i for i, cell in enumerate(cells) if cell[0] == b}
+    cell_at = {int(result.positions[cell]): i for i, cell in enumerate(cells) if cell[0] == b}
     pieces = []
     places = result.attention_mask[b].nonzero()[:, 0].tolist()
-    hidden = _unread(places, set(number))
+    hidden = _unread(places, set(cell_at))
     for place in places:
         text = result.token_strings[b][place]
         if place in hidden:
             if hidden[place]:
                 pieces.append(f"<span class='soft'>… {hidden[place]} tokens …</span> ")
             continue
-        if place in number:
-            segment = int(onset.index[cells[number[place]]])
+        if place in cell_at:
+            segment = int(onset.index[cells[cell_at[place]]])
             shade = f"o{segment}" if segment >= 0 else "o-none"
             pieces.append(
-                f"<button type='button' class='tok {shade}' data-cell='{number[place]}'>{_text(text)}</button>"
+                f"<button type='button' class='tok {shade}' data-cell='{cell_at[place]}'>{_text(text)}</button>"
             )
         else:
             pieces.append(f"<span class='tok'>{_text(text)}</span>")
@@ -224,7 +227,6 @@ def _digits(result: IGLensResult) -> int:
 
 
 def _number(result: IGLensResult, value: Any, *, signed: bool = False) -> str:
-    from .plotting._style import number
 
     return number(float(value), f"{'+' if signed else ''}.{_digits(result)}f")
 
@@ -250,8 +252,6 @@ def _data(
     fraction: float,
 ) -> dict[str, Any]:
     """What the page's script needs; credits as the bytes of the result's own numbers, token by token."""
-    from .plotting._labels import HOVER_LENGTH, shorten, visible
-    from .plotting._style import UNITS, array, palette
 
     chosen = torch.tensor(cells)
     credits = array(result.attribution[:, chosen[:, 0], chosen[:, 1]].T)  # [cell, segment]
@@ -300,9 +300,6 @@ def _figure(
     fraction: float,
 ) -> dict[str, Any]:
     """The heatmap of one prompt without its numbers, which the page takes from the credits."""
-    from .plotting._cells import columns
-    from .plotting._style import hover
-    from .plotting.heatmap import draw
 
     shown = columns(result, b, len(own))
     figure = draw(result, shown, onset_rule=rule, fraction=fraction, template="none", title="")
@@ -339,8 +336,8 @@ def _shade(share: float) -> tuple[str, str]:
 
 
 def _float(value: Any) -> float | None:
-    number = float(value)
-    return number if np.isfinite(number) else None
+    plain = float(value)
+    return plain if np.isfinite(plain) else None
 
 
 def _json(value: Any) -> str:

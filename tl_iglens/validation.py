@@ -32,6 +32,7 @@ from .tokens import resolve_objective
 
 UNITS: tuple[str, ...] = ("block", "attn", "mlp")
 MONOTONE_BELOW = 1.5  # Σ|credit| / |Δ|: less than a fifth of it is steps in one direction undone by the other
+LAYER_IG_STEPS = 16  # Captum warns where that many do not converge
 EARLY = 2  # blocks 0 and 1, without which most models say nothing
 _RULE_SCORES = {"mass": "abs_credit", "largest": "credit_towards", "settled": "credit_towards"}
 
@@ -79,7 +80,7 @@ def _layer_ig(e: Evidence) -> Tensor:
     """Captum's layer integrated gradients of the block's output, the part at the target position."""
     if e.unit != "block":
         fail("scores", f"without layer_ig for unit={e.unit!r}", "'layer_ig'", "it is a score of whole blocks")
-    methods = {"layer_ig": {"n_steps": 8}}
+    methods = {"layer_ig": {"n_steps": LAYER_IG_STEPS}}
     return compare(e.model, states=e.states, methods=methods, targets=e.targets)["layer_ig"].extra[
         "at_target"
     ][..., 0]

@@ -136,7 +136,7 @@ class MethodResult:
         return {label: [self.texts[i] for i in row] for label, row in zip(self.labels, ids, strict=True)}
 
 
-def ends_of(points: tuple[Point, ...], n_layers: int) -> dict[str, tuple[Any, ...]]:
+def ends_of(points: tuple[Point, ...], n_layers: int) -> dict[str, Any]:
     """The alignment of rows that are read at, or end at, these points."""
     boundaries = tuple(p.block + 1 if p.mid else p.block for p in points)
     return {"ends": tuple(p.label(n_layers) for p in points), "boundaries": boundaries}

@@ -11,6 +11,7 @@ at the target position. Both need gradients through the blocks; Captum's estimat
 Sources: Sundararajan et al. (2017); Dhamdhere et al., "How Important Is a Neuron?" (2018); Captum.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from ..tokens import Prompts, resolve_objective, token_text
 from .base import MethodResult, Question, ends_of
 
 _START = "blocks.0.hook_resid_pre"
+_FAR = 0.05  # share of the change of F by which a layer's total may miss it without a warning
 
 
 def layer_ig(
@@ -37,7 +39,8 @@ def layer_ig(
     tokenizer's end-of-text token. ``extra``: ``at_target`` (the part at the target position) and
     ``convergence_delta`` (total − change of F, as Captum reports it), ``[row, batch, pos]``.
 
-    Raises ImportError where Captum is missing.
+    Warns where a layer's total misses the change of F by more than a twentieth of it. Raises ImportError where Captum
+    is missing.
     """
     captum = _captum()
 
@@ -111,6 +114,7 @@ def _layer_totals(
                 total[row, rows, column] = parts.sum(-1).cpu()
                 at_target[row, rows, column] = parts[index, forward.places].cpu()
                 delta[row, rows, column] = gap.detach().double().cpu()
+    _warn_far(method, points, delta, change, n_steps)
     name = "the given prompt" if baseline_prompt is not None else "one token repeated"
     where = ends_of(points, question.n_layers)
     n = len(points)
@@ -127,6 +131,18 @@ def _layer_totals(
         extra={"at_target": _as(question, at_target), "convergence_delta": _as(question, delta)},
         notes=(f"n_steps={n_steps}", f"baseline prompt: {name} ({_describe(question, baseline[0])})"),
     )
+
+
+def _warn_far(method: str, points: tuple[Point, ...], delta: Tensor, change: Tensor, n_steps: int) -> None:
+    """Say so where the quadrature misses the change of F by more than a twentieth of it."""
+    miss = torch.nan_to_num(delta.abs() / change.abs().clamp_min(1e-3)).amax((1, 2))
+    if float(miss.max()) > _FAR:
+        layer = int(miss.argmax())
+        warnings.warn(
+            f"{method} with n_steps={n_steps} misses the change of the output by {float(miss.max()):.0%} at "
+            f"{points[layer].block - 1}_block; its convergence_delta says by how much at every layer, raise n_steps",
+            stacklevel=5,
+        )
 
 
 def _as(question: Question, values: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def logit_attribution(question: Question, *, unit: str | None = None) -> MethodR
     Raises ValueError for a target that is a set of tokens, a unit the model's blocks do not have, or heads whose
     outputs do not add up to their attention; ReadoutMismatchError where the terms miss the logit.
     """
-    unit = unit or ("component" if question.states.has_mid and question.path.points[-2].mid else "block")
+    unit = unit or ("component" if any(point.mid for point in question.path.states) else "block")
     head = direction_of(question)
     if unit != "block" and _tool_applies(question, head):
         terms = _from_tool(question, unit, head)
@@ -203,7 +203,7 @@ def _component_terms(question: Question, head: Direction) -> _Terms:
     for b in range(question.n_layers):
         names = _outputs(question.model, b)
         parts = [_cells(question, cache[name]) for name in names]
-        _check_parts(sum(parts), pre[b + 1] - pre[b], b)
+        _check_parts(torch.stack(parts).sum(0), pre[b + 1] - pre[b], b)
         values += [head.of(part) for part in parts]
         labels += [f"{b}_{name.rpartition('hook_')[2]}" for name in names]
         places += [Point(b + 1)] * len(parts)
@@ -289,7 +289,7 @@ def _cache(question: Question, unit: str) -> ActivationCache:
 def _check_heads(question: Question) -> None:
     """The heads of every block and its output bias are what its attention adds to the stream, up to rounding."""
     cache = _cache(question, "head")  # one of its own: TransformerLens 3 warns about results that are already there
-    results = cache.stack_head_results()
+    results, _ = cache.stack_head_results(return_labels=True)
     heads = rearrange(_cells(question, results, lead=1), "(b head) cell d -> b head cell d", b=question.n_layers)
     for b, block in enumerate(question.model.blocks):
         bias, scale = getattr(block.attn, "b_O", None), getattr(block.attn, "_result_contribution_scale", 1.0)
@@ -303,7 +303,7 @@ def _attention(question: Question, cache: ActivationCache, b: int) -> Tensor:
     if question.states.has_mid:
         return question.at((Point(b, mid=True),))[0] - pre
     parts = [_cells(question, cache[name]) for name in _outputs(question.model, b)]
-    _check_parts(sum(parts), question.at((Point(b + 1),))[0] - pre, b)
+    _check_parts(torch.stack(parts).sum(0), question.at((Point(b + 1),))[0] - pre, b)
     return parts[0]
 
 

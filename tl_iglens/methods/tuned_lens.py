@@ -3,7 +3,14 @@
     lens_l(h) = softmax( T(W_Uᵀ norm(h + A_l h + b_l)) ) ,  l = 0 … n − 1 ;  the final state is read as it is.
 
 Translator l applies to the state that enters block l. It starts at zero, where the lens is the logit lens, and is
-trained to bring KL(final ‖ lens_l) down by stochastic gradient descent with Nesterov momentum.
+trained to bring KL(final ‖ lens_l) down by stochastic gradient descent with Nesterov momentum. A small lens, fitted on
+text the model writes itself::
+
+    texts = generate_texts(model, ["The history of", "Water is", ...], n_tokens=48, temperature=0.7)
+    lens = TunedLens.fit(model, texts, n_steps=60, tokens_per_step=96, lr=0.1, checkpoint="fit.safetensors")
+    lens.report.to_dataframe()  # held-out KL per layer beside the logit lens's
+    lens.save("lens")
+
 Source: Belrose et al., "Eliciting Latent Predictions from Transformers with the Tuned Lens" (2023).
 """
 
@@ -241,6 +248,7 @@ def fit_tuned_lens(
     Args:
         texts: a list of texts or of token id lists; each is cut into pieces of at most ``context`` tokens.
         tokens_per_step: tokens of one step; pieces are drawn in a seeded order, again from the start when used up.
+        lr: the published one belongs to steps of 2¹⁸ tokens; steps of a few hundred need about a tenth of it.
         held_out: share of the pieces that only measure (at least one).
         checkpoint: a file written every ``checkpoint_every`` steps; a run that finds it goes on from there and
             ends in the same lens. A checkpoint of other settings or texts is refused.
@@ -386,12 +394,15 @@ def divergence_and_gradient(
     end = readout.scan(x_final, none[: len(final)], gradient=True)
     cell = repeat(torch.arange(len(final), device=readout.device), "cell -> (cell layer)", layer=n_layers)
     if readout.transform.is_linear:
+        assert end.mean_direction is not None
         scan, toward = readout.scan(x, none, gradient=True), end.mean_direction[cell]
         kl = ((x_final[cell] - x).to(toward.dtype) * toward).sum(-1).double() - end.log_z[cell] + scan.log_z
     else:
         watcher = Divergence(readout, x_final, end.log_z, cell, pull=True)
         scan = readout.scan(x, none, gradient=True, watchers=(watcher,))
+        assert watcher.direction is not None
         kl, toward = watcher.value(scan.log_z), watcher.direction
+    assert scan.mean_direction is not None
     return kl, x, scan.mean_direction - toward
 
 
@@ -441,7 +452,8 @@ def _grouped(pieces: Sequence[Sequence[int]], size: int) -> list[list[Sequence[i
 
 def _batches(train: Sequence[Sequence[int]], size: int, n_steps: int, seed: int) -> Any:
     """The pieces of every step: shuffled anew each time they are used up, the same for the same seed."""
-    order, queue = random.Random(seed + 1), []
+    order = random.Random(seed + 1)
+    queue: list[Sequence[int]] = []
     for _ in range(n_steps):
         batch: list[Sequence[int]] = []
         while not batch or sum(map(len, batch)) < size:
@@ -464,7 +476,13 @@ def _digest(pieces: Sequence[Sequence[int]]) -> str:
 
 
 def generate_texts(
-    model: Any, openers: Sequence[str], *, n_tokens: int = 96, temperature: float = 1.0, seed: int = 0
+    model: Any,
+    openers: Sequence[str],
+    *,
+    n_tokens: int = 96,
+    temperature: float = 1.0,
+    prepend_bos: bool | None = None,
+    seed: int = 0,
 ) -> list[list[int]]:
     """Token ids of texts the model itself writes after each opener: something to fit on where no corpus is at hand.
 
@@ -475,10 +493,10 @@ def generate_texts(
     check_model(model)
     by_length: dict[int, list[Tensor]] = {}
     for opener in openers:
-        ids = read_prompts(model, opener).ids
+        ids = read_prompts(model, opener, None, prepend_bos).ids
         by_length.setdefault(ids.shape[1], []).append(ids)
     texts: list[list[int]] = []
-    options = {"do_sample": True, "temperature": temperature, "use_past_kv_cache": False}
+    options: dict[str, Any] = {"do_sample": True, "temperature": temperature, "use_past_kv_cache": False}
     options |= {"stop_at_eos": False, "verbose": False, "return_type": "tokens"}
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
