@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from . import cases
+from . import ablation, cases, components
 from .measure import in_fresh_process, ratio, seconds, slope
 
 Row = tuple[str, str, str, str]  # what, where, figure, goal
@@ -100,7 +100,33 @@ def accuracy(quick: bool) -> list[Row]:
     return rows
 
 
-PARTS = {"accuracy": accuracy, "speed": speed, "memory": memory, "scaling": scaling}
+def component_credits(quick: bool) -> list[Row]:
+    return list(components.measured(["cost", "grid", "memory"], quick))
+
+
+def ablations(quick: bool) -> list[Row]:
+    return list(ablation.measured(quick))
+
+
+PARTS = {
+    "accuracy": accuracy,
+    "speed": speed,
+    "memory": memory,
+    "scaling": scaling,
+    "components": component_credits,
+    "ablation": ablations,
+}
+INTRODUCTION = """# Measured
+
+`make bench` measures all of it again; `python -m benchmarks --only speed` a part. Times are ratios of medians measured in
+one run, sides alternating, at least seven repeats. Rows are limited to 5·10¹⁰ multiply-adds a side by taking evenly
+spaced layers. Memory is the peak resident size above model and states, in a fresh process per case."""
+
+
+def sections(file: Path) -> dict[str, str]:
+    """The parts of a table that was written before, by name."""
+    text = file.read_text() if file.exists() else ""
+    return {part.split("\n", 1)[0].lower(): part.rstrip() for part in text.split("\n## ")[1:]}
 
 
 def machine() -> str:
@@ -122,20 +148,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("RESULTS.md"))
     args = parser.parse_args()
     console = Console()
-    lines = ["# Measured", "", f"Machine: {machine()}.", "", "Times are ratios of medians measured in one run, sides alternating, "]
-    lines[-1] += "at least seven repeats. Rows are limited to 5·10¹⁰ multiply-adds a side by taking evenly spaced layers."
+    found = sections(args.out)
     for name in args.only:
         with console.status(f"measuring {name} ..."):
             rows = PARTS[name](args.quick)
         table = Table("what", "where", "figure", "goal", title=name)
-        lines += ["", f"## {name.capitalize()}", "", "| what | where | figure | goal |", "|---|---|---|---|"]
+        lines = [name.capitalize(), "", f"{machine()}.", "", "| what | where | figure | goal |", "|---|---|---|---|"]
         for row in rows:
             table.add_row(*row)
             lines.append("| " + " | ".join(row) + " |")
         console.print(table)
-    if not args.quick:
-        args.out.write_text("\n".join(lines) + "\n")
-        console.print(f"written to {args.out}")
+        found[name] = "\n".join(lines)
+        if not args.quick:
+            parts = [found[part] for part in PARTS if part in found]
+            args.out.write_text("\n\n## ".join([INTRODUCTION, *parts]) + "\n")
+            console.print(f"written to {args.out}")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,16 @@
-"""``python -m benchmarks.components``: what direct probability attribution costs beside the rows it reads.
+"""What direct probability attribution costs beside the rows it reads.
 
 Every ratio has on its other side the model's forward and the streamed readout of as many rows as the call reads,
 gradients as gradients and forward-only probes as values; sides alternate in one run, medians. Rows of the adaptive
 grid are counted beside a fixed grid of eight nodes in every segment. Peak memory is measured in a fresh process.
+Part of ``python -m benchmarks``.
 """
 
-import argparse
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from tl_iglens import collect_states
 from tl_iglens.components import direct_probability_attribution
@@ -158,21 +156,3 @@ def measured(parts: list[str], quick: bool) -> Iterator[tuple[str, ...]]:
             yield from (grid(head, prompt.text) for prompt in PROMPTS[:4])
     if "memory" in parts:
         yield from memory(quick)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.components", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="SmolLM2 at one position only")
-    parser.add_argument(
-        "--only", choices=("cost", "grid", "memory"), nargs="*", default=["cost", "grid", "memory"]
-    )
-    args = parser.parse_args()
-    console, table = Console(), Table("what", "where", "figure", "goal", title="components")
-    for row in measured(args.only, args.quick):
-        console.log(" · ".join(row))
-        table.add_row(*row)
-    console.print(table)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,12 +10,15 @@ both demo models (block, attention, MLP × skip, mean, resample × target positi
 """
 
 import argparse
+import functools
 import json
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -105,27 +108,50 @@ def runs(protocol: Protocol, folder: Path) -> Iterator[tuple[str, int, Path]]:
             yield name, first, folder / f"{name}-{first:04d}.parquet"
 
 
-def collect(protocol: Protocol, out: Path, progress: bool = True) -> pd.DataFrame:
-    """All rows of the study; parts that exist are read, the others measured and kept."""
+def collect(protocol: Protocol, out: Path, workers: int = 2, progress: bool = True) -> tuple[pd.DataFrame, float]:
+    """All rows of the study and the processor seconds it took; parts that exist are read, the others measured."""
     parts = out / "parts"
     parts.mkdir(parents=True, exist_ok=True)
     _same_protocol(protocol, parts / "protocol.json")
-    prompts = sample(protocol.prompts, protocol.seed)
-    frames, model, loaded, reference = [], None, None, None
-    for name, first, file in tqdm(
-        list(runs(protocol, parts)), desc="study", unit="part", disable=not progress
-    ):
-        if not file.exists():
-            if loaded != name:
-                model, loaded = MODELS[name](), name
-                others = texts(sample(protocol.references, protocol.seed + 1))
-                reference = collect_reference(model, others, protocol.units)
-            chosen = prompts[first : first + protocol.chunk]
-            draft = file.with_suffix(".draft")
-            measured(model, protocol, first, chosen, reference).assign(model=name).to_parquet(draft)
-            draft.replace(file)
-        frames.append(pd.read_parquet(file))
-    return pd.concat(frames, ignore_index=True)
+    every = list(runs(protocol, parts))
+    missing = [run for run in every if not run[2].exists()]
+    bar = tqdm(total=len(every), initial=len(every) - len(missing), desc="study", unit="part", disable=not progress)
+    with bar:
+        seconds = 0.0
+        for done in _each_part(protocol, missing, workers):
+            seconds += done
+            bar.update()
+    return pd.concat([pd.read_parquet(file) for _, _, file in every], ignore_index=True), seconds
+
+
+def _each_part(protocol: Protocol, missing: Sequence[tuple[str, int, Path]], workers: int) -> Iterator[float]:
+    """Measure the parts, ``workers`` at a time, and say how many processor seconds each took."""
+    if workers == 1:
+        yield from (measure_part(protocol, *run) for run in missing)
+        return
+    # one process per core with one thread each: short prompts leave a second thread waiting
+    threads = max(1, torch.get_num_threads() // workers)
+    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (threads,)) as pool:
+        for done in as_completed([pool.submit(measure_part, protocol, *run) for run in missing]):
+            yield done.result()
+
+
+def measure_part(protocol: Protocol, name: str, first: int, file: Path) -> float:
+    """Measure one run of prompts into its file, whole or not at all; returns processor seconds."""
+    start = time.process_time()
+    model, reference = _loaded(name, protocol)
+    chosen = sample(protocol.prompts, protocol.seed)[first : first + protocol.chunk]
+    draft = file.with_suffix(".draft")
+    measured(model, protocol, first, chosen, reference).assign(model=name).to_parquet(draft)
+    draft.replace(file)
+    return time.process_time() - start
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(name: str, protocol: Protocol) -> tuple[Any, Reference]:
+    model = MODELS[name]()
+    others = texts(sample(protocol.references, protocol.seed + 1))
+    return model, collect_reference(model, others, protocol.units)
 
 
 def _same_protocol(protocol: Protocol, file: Path) -> None:
@@ -186,10 +212,10 @@ def headline(summary: pd.DataFrame) -> list[dict[str, Any]]:
     return json.loads(summary[wanted].to_json(orient="records", double_precision=6))
 
 
-def study(protocol: Protocol, out: Path, progress: bool = True) -> pd.DataFrame:
+def study(protocol: Protocol, out: Path, workers: int = 2, progress: bool = True) -> pd.DataFrame:
     """Measure what is missing, judge, write; returns the summary."""
     start = time.perf_counter()
-    rows = collect(protocol, out, progress)
+    rows, cpu = collect(protocol, out, workers, progress)
     rows.to_parquet(out / "layers.parquet")
     summary = judged(rows, protocol, progress)
     summary.to_parquet(out / "summary.parquet")
@@ -197,8 +223,9 @@ def study(protocol: Protocol, out: Path, progress: bool = True) -> pd.DataFrame:
         "protocol": vars(protocol),
         "conditions": protocol.conditions,
         "versions": {name: version(name) for name in ("tl-iglens", "transformer-lens", "torch")},
-        "threads": torch.get_num_threads(),
+        "workers": workers,
         "seconds_of_this_run": round(time.perf_counter() - start),
+        "processor_seconds_of_this_run": round(cpu),
         "headline": headline(summary),
     }
     (out / "summary.json").write_text(json.dumps(about, indent=1))
@@ -214,9 +241,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
     for name in ("prompts", "references", "captum", "resamples", "seed"):
         parser.add_argument(f"--{name}", type=int, default=getattr(standard, name))
+    parser.add_argument("--workers", type=int, default=2, help="processes that measure side by side")
     args = parser.parse_args()
     options = {name: getattr(args, name) for name in ("prompts", "references", "captum", "resamples", "seed")}
-    summary = study(Protocol(models=tuple(args.models), **options), args.out)
+    summary = study(Protocol(models=tuple(args.models), **options), args.out, args.workers)
     shown = summary[(summary["stratum"] == "all") & (summary["measure"] == "superiority")]
     columns = ["model", "unit", "mode", "at", "layers", "score", "estimate", "low", "high", "p_holm", "n"]
     print(shown[columns].to_string(index=False, float_format="{:.3f}".format))

@@ -463,13 +463,15 @@ def test_a_study_is_resumed_where_it_was_left(worded, tmp_path, monkeypatch):
     pytest.importorskip("pyarrow")
     from benchmarks import onset_study
 
+    onset_study._loaded.cache_clear()
+
     protocol = onset_study.Protocol(
         models=("small",), prompts=5, references=6, captum=0, resamples=20, chunk=2
     )
     prompts = tuple(Prompt(text, "f", None) for text in (*TEXTS, " cat sat on"))
     monkeypatch.setattr(onset_study, "MODELS", {"small": lambda: worded})
     monkeypatch.setattr(onset_study, "sample", lambda n, seed: prompts)
-    first = onset_study.study(protocol, tmp_path, progress=False)
+    first = onset_study.study(protocol, tmp_path, workers=1, progress=False)
     whole = pd.read_parquet(tmp_path / "layers.parquet")
     assert len(whole) == 5 * 3 * 3 and len(list((tmp_path / "parts").glob("*.parquet"))) == 3
     assert set(first.groupby(["unit", "mode", "at"]).groups) == set(protocol.conditions)
@@ -478,7 +480,7 @@ def test_a_study_is_resumed_where_it_was_left(worded, tmp_path, monkeypatch):
     calls = []
     measured = onset_study.measured
     monkeypatch.setattr(onset_study, "measured", lambda *args: calls.append(args[2]) or measured(*args))
-    again = onset_study.study(protocol, tmp_path, progress=False)
+    again = onset_study.study(protocol, tmp_path, workers=1, progress=False)
     assert calls == [2]
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "layers.parquet"), whole)
     pd.testing.assert_frame_equal(again, first)
@@ -493,12 +495,14 @@ def test_a_study_is_resumed_where_it_was_left(worded, tmp_path, monkeypatch):
         + re.escape(f"{tmp_path / 'parts'} holds parts of another protocol; give another --out or remove it")
         + "$",
     ):
-        onset_study.study(replace(protocol, seed=1), tmp_path, progress=False)
+        onset_study.study(replace(protocol, seed=1), tmp_path, workers=1, progress=False)
 
 
 def test_a_study_of_24_prompts(smollm2, tmp_path):
     pytest.importorskip("pyarrow")
     from benchmarks import onset_study
+
+    onset_study._loaded.cache_clear()
 
     protocol = onset_study.Protocol(
         models=("smollm2",),
@@ -510,7 +514,7 @@ def test_a_study_of_24_prompts(smollm2, tmp_path):
         modes=("skip",),
         places=("target",),
     )
-    summary = onset_study.study(protocol, tmp_path, progress=False)
+    summary = onset_study.study(protocol, tmp_path, workers=1, progress=False)
     rows = summary[(summary["stratum"] == "all") & (summary["layers"] == "all")]
     table = rows.set_index(["score", "measure"])
     assert (table.loc[[("ig_lens", "superiority"), ("depth", "spearman")], "n"] == 24).all()
