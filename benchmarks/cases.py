@@ -20,8 +20,10 @@ from .measure import peak_above
 
 torch.set_grad_enabled(False)
 
-# A side is limited to this many multiply-adds, by taking evenly spaced layers; both sides read the same rows.
+# A side is limited to about this many multiply-adds, by taking evenly spaced layers and, where one layer is more,
+# its first positions, 1,024 at least; both sides read the same rows.
 WORK = 5e10
+LEAST_ROWS = 1024
 HEADS = ("SmolLM2-135M", "Gemma-3-270M", "Llama-3.2-1B (random head)")
 
 
@@ -65,7 +67,8 @@ def points(head: str, n_tokens: int, limit: float = WORK) -> Tensor:
         every = states(head, n_tokens).resid[:, 0]
     keep = int(limit / (n_tokens * W_U.numel()))
     index = torch.linspace(0, len(every) - 1, max(1, min(keep, len(every)))).round().long()
-    return every[index].contiguous()
+    rows = max(LEAST_ROWS, int(limit / W_U.numel()))
+    return every[index][:, :rows].contiguous()
 
 
 def objective(h: Tensor, d_vocab: int) -> Objective:
@@ -121,6 +124,18 @@ def plain_loop(head: str, n_tokens: int) -> Callable[[], object]:
         return logits.log_softmax(-1).gather(-1, target.expand(len(h), -1)[..., None]).exp()
 
     return run
+
+
+def segment_loop(head: str, n_tokens: int) -> Callable[[], object]:
+    """The same loop as scripts write it, segment by segment: every inner boundary is read twice."""
+    m, h = model(head), points(head, n_tokens)
+    target = objective(h, m.W_U.shape[1]).ids[:, 0]
+
+    def probability(layer: Tensor) -> Tensor:
+        logits = m.unembed(m.ln_final(layer[None]))[0]
+        return logits.log_softmax(-1).gather(-1, target[:, None]).exp()[:, 0]
+
+    return lambda: torch.stack([probability(b) - probability(a) for a, b in itertools.pairwise(h)])
 
 
 def ours_integrals(head: str, n_tokens: int, n_nodes: int = 8) -> Callable[[], object]:
