@@ -11,9 +11,9 @@ PACKAGE = Path(__file__).parent.parent / "tl_iglens"
 
 # A module may import those above it. Names with a trailing slash are folders: anything inside.
 ORDER = (
-    "_types", "_checks", "path", "estimators", "adaptive", "quantity", "tokens", "prompts", "readout", "watchers",
+    "_types", "_checks", "path", "estimators", "adaptive", "quantity", "tokens", "_html", "prompts", "files", "head", "readout", "output", "watchers",
     "collect", "windows", "result", "component_result", "lens", "generation", "writers", "components", "track",
-    "methods/", "compare", "sites", "ablation", "ranking", "validation", "plotting/", "report", "corpus", "demo", "cli",
+    "methods/", "compare", "sites", "ablation", "ranking", "validation", "plotting/", "report", "corpus/", "demo", "cli_corpus", "cli",
     "__main__", "__init__",
 )  # fmt: skip
 

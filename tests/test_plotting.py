@@ -346,7 +346,8 @@ def test_every_function_returns_a_captioned_figure_and_leaves_plotly_alone(answe
         monkeypatch.setattr(go.Figure, name, never)
     before, random_state = pio.templates.default, torch.get_rng_state()
     figures = every_figure(answers, title="A <title>", template="plotly_white", width=640, height=480)
-    assert set(plotting.__all__) <= set(figures) | {"scatter"}
+    of_corpora = {"mean_credit", "onset_histogram", "top_prompts"}  # drawn in the tests of corpora
+    assert set(plotting.__all__) <= set(figures) | of_corpora
     for name, figure in figures.items():
         assert isinstance(figure, go.Figure) and len(figure.data), name
         heading, *caption = map(drawn, figure.layout.title.text.split("<br>"))
@@ -354,11 +355,12 @@ def test_every_function_returns_a_captioned_figure_and_leaves_plotly_alone(answe
         assert (figure.layout.width, figure.layout.height) == (640, 480), name
         assert figure.layout.template.layout.paper_bgcolor == pio.templates["plotly_white"].layout.paper_bgcolor
         caption = " ".join(caption)
-        assert "prob" in caption, name
+        assert "prob" in caption and answers["ig"].info.model in caption, name
+        if name in ("ablation", "scatter"):
+            assert "block · mode skip at target" in caption, name
         if name != "ablation":
             assert "embed" in caption and "prediction_aware" in caption, name
-        if name not in ("ablation", "scatter", "flow"):
-            assert re.search(r"\|Σ − Δ\| ≤ \d", caption), name
+            assert re.search(r"\|Σ (over the vocabulary|− Δ)\| ≤ \d", caption), name
         for axis in [*figure.select_xaxes(), *figure.select_yaxes()]:
             assert axis.type in ("linear", "category") or axis.visible is False, name
     assert pio.templates.default == before and torch.equal(torch.get_rng_state(), random_state)
@@ -509,6 +511,7 @@ def test_a_study_is_drawn_with_its_intervals():
         assert np.array_equal(trace.x, rows["estimate"], equal_nan=True)
         assert np.allclose(trace.x + trace.error_x.array, rows["high"], equal_nan=True)
         assert np.allclose(trace.x - trace.error_x.arrayminus, rows["low"], equal_nan=True)
+    assert study.caption() in drawn(figure.layout.title.text).replace("<br>", " · ")
     layer, onset = figure.data[-2:]
     assert len(onset.x) == 12 and len(layer.x) == 60
     assert sorted([*layer.x, *onset.x]) == sorted(credit.ravel().tolist())

@@ -213,3 +213,31 @@ def test_a_folder_is_no_report(tmp_path, result):
 def test_the_caption_states_what_the_numbers_are(page, result):
     assert page.texts["caption"] == [result.caption()]
     assert html.escape("toy-model") in " ".join(page.texts["dd"])
+
+
+def test_the_command_writes_the_report(tmp_path, monkeypatch, capsys):
+    from fixtures import needs_bridge, shared_bridge
+
+    from tl_iglens import cli
+
+    needs_bridge()
+    monkeypatch.setattr(cli, "load_model", lambda name, progress: shared_bridge("llama"))
+    path = tmp_path / "receipt.html"
+    words = ("The <b>cat", "--model", "any", "--max-new-tokens", "3", "--onset", "largest", "--html", str(path))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    out = capsys.readouterr().out
+    assert ended.value.code == 0 and str(path) in out.replace("\n", "")
+    page = Page(read(path))
+    data = json.loads("".join(page.texts["data"]))
+    assert page.texts["h1"] == ["The <b>cat"] and data["cells"]
+    assert "onset, rule largest" in "".join(page.texts["soft"])
+    for cell in data["cells"]:
+        assert cell["target"] in out
+    with pytest.raises(SystemExit) as refused:
+        cli.main(("The", "--model", "any", "--html", str(tmp_path)))
+    message = (
+        f"iglens: html must be a file in an existing folder that can be written, got {str(tmp_path)!r}; "
+        "choose another place\n"
+    )
+    assert refused.value.code == 2 and capsys.readouterr().err == message

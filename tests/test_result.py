@@ -203,7 +203,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
             file.write(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("tl_iglens.result.save_file", breaks_off)
+    monkeypatch.setattr("tl_iglens.files.save_file", breaks_off)
     with pytest.raises(OSError, match="disk full"):
         made([0.1, 0.2]).save(path)
     same(IGLensResult.load(path), made([0.1]))
@@ -296,7 +296,7 @@ def test_the_notebook_view_is_a_receipt():
     result = made([[0.4, 0.1], [-0.3, 0.2]])
     page = result._repr_html_()
     assert page.count("<table") == 2
-    for figure in ("0.100000", "+0.400000", "-0.300000", "0.200000", "onset 0_block"):
+    for figure in ("0.100000", "+0.400000", "−0.300000", "0.200000", "onset 0_block"):
         assert figure in page
     assert "prob · baseline embed · prediction_aware · m · |Σ − Δ| ≤" in page
 

@@ -1,6 +1,6 @@
 """A receipt for a probability: exact additive credits per layer of a TransformerLens model."""
 
-from . import plotting
+from . import corpus, plotting
 from ._checks import NonFiniteStateError, ReadoutMismatchError
 from .ablation import AblationResult, ablate
 from .collect import ResidualStates, collect_states
@@ -34,6 +34,7 @@ __all__ = [
     "ablate",
     "collect_states",
     "compare",
+    "corpus",
     "direct_probability_attribution",
     "explain_generation",
     "ig_lens",

@@ -10,9 +10,8 @@ on one clean run: where a site begins, a copy of the clean row joins the batch, 
 never run for it. Later tokens cannot reach the analysed one and are left out.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path as FilePath
@@ -21,14 +20,14 @@ from typing import Any
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from ._checks import NonFiniteStateError, check_choice, check_model, check_positive, fail, unwrap
+from ._html import CELLS, earlier, number, page, quoted, table
 from ._types import Hooks, compute_dtype
 from .collect import hook_names, micro_batches, only_rows, run
+from .files import read_result, write_result
 from .lens import weight_processing
 from .path import Point
 from .quantity import Objective
@@ -46,8 +45,6 @@ from .tokens import (
 
 _TOKENS_PER_PASS = 4096  # rows × positions that one stacked forward may grow to
 _LOGITS_PER_PASS = 2**26  # rows × vocabulary of its output
-
-FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class AblationInfo:
     analysis: str = "ablate"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AblationResult:
     """Probabilities of the target with every site ablated in turn; all tensors on the CPU.
 
@@ -98,6 +95,34 @@ class AblationResult:
         """log p_clean − log p_ablated."""
         return self.log_p_clean - self.log_p_ablated
 
+    def caption(self) -> str:
+        """One line that says what was done: unit, mode, where, reference and model."""
+        info = self.info
+        reference = "" if info.reference in ("", "none") else f", reference {info.reference}"
+        return f"effect on prob · {info.unit} · mode {info.mode} at {info.at}{reference} · {info.model}"
+
+    def __repr__(self) -> str:
+        sites, batch = self.p_ablated.shape
+        return f"AblationResult({sites} sites × {batch} prompts; {self.caption()})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks, per prompt (at most twelve) the sites with the largest |effect|; text escaped."""
+        tables = [self._effects_html(b) for b in range(len(self.p_clean))[-CELLS:]]
+        return page(self.caption(), tables, earlier(len(self.p_clean), "prompts"))
+
+    def _effects_html(self, b: int) -> str:
+        effect = self.effect[:, b].double()
+        kept = effect.abs().argsort(descending=True, stable=True)[:8].sort().values.tolist()
+        p = self.p_ablated[:, b].double()
+        rows = [(self.labels[s], number(float(p[s]), ".6f"), number(float(effect[s]), "+.6f")) for s in kept]
+        if others := [s for s in range(len(effect)) if s not in kept]:  # effects of one ablation each: no sum
+            low, high = (number(float(v), "+.6f") for v in (effect[others].min(), effect[others].max()))
+            rows.append((f"other, {len(others)} sites", "", f"{low} to {high}"))
+        title = quoted(self.token_strings[b][int(self.positions[b])], self.target_strings[b])
+        title += f" · p clean {number(float(self.p_clean[b]), '.6f')}"
+        marked = kept.index(int(effect.argmax())) if int(effect.argmax()) in kept else -1
+        return table(title, rows, ("ablated", "p ablated", "effect"), marked)
+
     def top(self, k: int = 10, *, batch: int = 0) -> pd.DataFrame:
         """The ``k`` sites of one row with the largest effect on the probability, largest first."""
         frame = self.to_dataframe()
@@ -120,13 +145,12 @@ class AblationResult:
 
     def save(self, path: str | FilePath) -> FilePath:
         """Write one safetensors file with JSON metadata; nothing in it is executable. Returns the path."""
-        return write_tensors(self, path)
+        return write_result(self, path, "AblationResult")
 
     @classmethod
     def load(cls, path: str | FilePath) -> "AblationResult":
         """Read what ``save`` wrote; ValueError for a file that is damaged or is something else."""
-        words = read_tensors(cls, path)
-        return cls(**{**words, "info": AblationInfo(**words["info"])})
+        return read_result(cls, path, "AblationResult", info=AblationInfo)
 
 
 def ablate(
@@ -298,7 +322,7 @@ class _Pass:
             if ended:
                 act = act if new else act.clone()
                 for lane, part in ended:
-                    before = self.before.pop((lane.index, part.block))
+                    before = self.before.pop((lane.index, part.block)).to(act.device)  # its own device, in a split model
                     at = (lane.index, lane.columns.to(act.device))
                     own = act[at] - before
                     act[at] = before + self.rows.replacement(lane.site, part, lane.row, own)
@@ -503,55 +527,3 @@ def _results(
             )
         )
     return results
-
-
-def write_tensors(result: Any, path: str | FilePath) -> FilePath:
-    """A frozen result as one safetensors file: tensors as they are, every other field as JSON metadata."""
-    values = {f.name: getattr(result, f.name) for f in fields(result)}
-    tensors = {
-        name: value.contiguous().clone() for name, value in values.items() if isinstance(value, Tensor)
-    }
-    words = {name: value for name, value in values.items() if name not in tensors}
-    words = {n: asdict(v) if is_dataclass(v) and not isinstance(v, type) else v for n, v in words.items()}
-    kind = f"tl_iglens.{type(result).__name__}"
-    path = FilePath(path)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        save_file(
-            tensors, str(partial), metadata={"format": str(FORMAT), "kind": kind, "fields": json.dumps(words)}
-        )
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
-
-
-def read_tensors(cls: type, path: str | FilePath) -> dict[str, Any]:
-    """The fields that ``write_tensors`` wrote for a result of this class, lists as tuples."""
-    todo = f"give a file written by {cls.__name__}.save"
-    if not FilePath(path).is_file():
-        fail("path", "an existing file", str(path), todo, FileNotFoundError)
-    try:
-        with safe_open(str(path), "pt") as file:
-            meta = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except Exception as error:
-        raise ValueError(f"path must be a result file, got {path} ({error}); {todo}") from error
-    if meta.get("kind") != f"tl_iglens.{cls.__name__}":
-        fail("path", "a result file", f"{path}, a safetensors file of something else", todo)
-    if int(meta["format"]) > FORMAT:
-        fail(
-            "path",
-            f"a result file of format {FORMAT} or older",
-            f"format {meta['format']}",
-            "update tl-iglens",
-        )
-    known = {f.name for f in fields(cls)}
-    words = {name: _tuples(value) for name, value in json.loads(meta["fields"]).items()}
-    return {name: value for name, value in {**words, **tensors}.items() if name in known}
-
-
-def _tuples(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _tuples(v) for name, v in value.items()}
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

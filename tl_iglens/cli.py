@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -23,8 +24,10 @@ from rich.text import Text
 
 from ._checks import check_choice, check_positive, fail
 from ._types import BASELINES, ESTIMATORS, ONSET_RULES
+from .cli_corpus import commands
 from .generation import decode, explain_generation, render_prompt
 from .lens import ig_lens
+from .report import write_report
 from .result import IGLensResult
 from .tokens import token_label
 
@@ -131,6 +134,10 @@ def explain(
     save: Annotated[
         Path | None, typer.Option(help="Write the result to this file (safetensors).", show_default=False)
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write the report to this file (one offline page).", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     _version: Annotated[
         bool, typer.Option("--version", help="Print versions.", callback=_show_version, is_eager=True)
@@ -146,7 +153,8 @@ def explain(
     check_positive("n-steps", n_steps)
     check_positive("max-new-tokens", max_new_tokens)
     boundaries = _parse_layers(layers)
-    _check_save(save)
+    _check_save("save", save)
+    _check_save("html", html)
 
     progress = _Progress(sys.stderr.isatty() and not as_json)
     loaded = load_model(model, progress)
@@ -167,11 +175,13 @@ def explain(
             result = ig_lens(loaded, [ids], targets=target, attention_mask=[[1] * len(ids)], **options)
     if save is not None:
         result.save(save)
+    if html is not None:
+        write_report(result, html, title=textwrap.shorten(prompt, 160, placeholder=" …"), onset_rule=onset)
     report = _Report(result, loaded.tokenizer, prompt, onset, target is not None)
     if as_json:
         print(json.dumps(report.as_dict(), allow_nan=False))
     else:
-        report.show(save)
+        report.show(save, html)
 
 
 # --- input ---------------------------------------------------------------------------------------
@@ -186,14 +196,14 @@ def _parse_layers(text: str | None) -> list[int] | None:
         fail("layers", "whole numbers separated by commas", repr(text), "for example 0,6,12")
 
 
-def _check_save(path: Path | None) -> None:
+def _check_save(option: str, path: Path | None) -> None:
     """Refuse a file that cannot be written before anything is computed."""
     if path is None:
         return
     folder = path.resolve().parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         rule = "a file in an existing folder that can be written"
-        fail("save", rule, repr(str(path)), "choose another place")
+        fail(option, rule, repr(str(path)), "choose another place")
 
 
 def load_model(name: str | None, progress: "_Progress | None" = None) -> Any:
@@ -333,7 +343,7 @@ class _Report:
             "columns": columns,
         }
 
-    def show(self, saved: Path | None) -> None:
+    def show(self, saved: Path | None, page: Path | None = None) -> None:
         """Print the receipts and what the numbers are."""
         console = Console(width=None if sys.stdout.isatty() else _piped_width(), highlight=False, emoji=False)
         width = console.width
@@ -355,6 +365,7 @@ class _Report:
             f"{self.result.caption()} · |level − model| ≤ {gap:.1e} · onset by {self.onset_rule}",
             *self.result.info.notes,
             *([] if saved is None else [f"saved to {saved}"]),
+            *([] if page is None else [f"report in {page}, for any browser"]),
         ):
             console.print(Text(line, "dim"))
         text, count = decode(self.tokenizer, self.prompt_ids), len(self.prompt_ids)
@@ -466,3 +477,6 @@ def _runs(labels: Sequence[str], chosen: Sequence[int]) -> str:
 def _piped_width() -> int:
     columns = os.environ.get("COLUMNS", "")
     return int(columns) if columns.isdecimal() and int(columns) > 0 else _PIPED_WIDTH
+
+
+COMMANDS.update(commands(load_model))

@@ -1,5 +1,6 @@
 """Residual states of one forward pass, at the asked positions only; the only module that adds reading hooks."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,8 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ._checks import NonFiniteStateError, ReadoutMismatchError, check_mid, check_model, check_positive, fail, unwrap
+from ._checks import NonFiniteStateError, check_mid, check_model, check_positive, fail, unwrap
 from ._types import Hooks, compute_dtype
+from .output import ModelOutput, model_output, pick
 from .path import Point
 from .readout import MIB, Readout
 from .tokens import NO_POSITION, Prompts, read_prompts, select_positions
@@ -21,27 +23,12 @@ _TOKENS_PER_FORWARD = 8192  # prompts × context of one micro-batch, when batch_
 
 
 @dataclass(frozen=True)
-class ModelOutput:
-    """The model's own next-token distribution at the analysed positions.
-
-    ``logits`` are those of the forward pass, transform included, or None where they would take more than
-    64 MiB; ``log_z`` is log Σ exp over the vocabulary and ``top`` the most probable token, always there.
-    ``bare_head``: the unembedding alone gave the logits, its declared output transform already being part
-    of the weights.
-    """
-
-    log_z: Float[Tensor, "batch pos"]
-    top: Int[Tensor, "batch pos"]
-    logits: Float[Tensor, "batch pos d_vocab"] | None
-    bare_head: bool = False
-
-
-@dataclass(frozen=True)
 class ResidualStates:
     """States of the residual stream at every collected point, detached copies in the model's dtype.
 
     One forward pass serves many analyses: pass it as ``states=`` to any public function, or as
-    ``baseline=`` to use another prompt's states as the start of the path.
+    ``baseline=`` to use another prompt's states as the start of the path. A row whose stream or logits were not
+    finite has no position.
     """
 
     resid: Float[Tensor, "point batch pos d_model"]
@@ -60,6 +47,11 @@ class ResidualStates:
         return self.positions >= 0
 
     @property
+    def left_out(self) -> Bool[Tensor, "batch"]:
+        """Rows that were not finite: none of their positions is ever analysed."""
+        return self.output.log_z.isnan().all(1)
+
+    @property
     def has_mid(self) -> bool:
         return any(point.mid for point in self.points)
 
@@ -72,6 +64,7 @@ class ResidualStates:
 
     def at(self, cells: Int[Tensor, "batch pos"]) -> "ResidualStates":
         """The same states with another set of positions, each of which was collected."""
+        cells = cells.masked_fill(self.left_out[:, None], NO_POSITION)
         if torch.equal(cells, self.positions):
             return self
         found = (cells[:, :, None] == self.positions[:, None, :]) & (cells[:, :, None] >= 0)
@@ -130,7 +123,9 @@ class ResidualStates:
             reader.keep(point, acts[point])
         if logits is not None:
             reader.logits = reader.take(logits if logits.ndim == 3 else logits[None])
-        return reader.states(model, Readout(model))
+        states, faults = reader.states(model, Readout(model))
+        _report(faults, reader.positions)
+        return states
 
 
 def collect_states(
@@ -152,8 +147,8 @@ def collect_states(
     those under the intervention. ``extra`` names further hook points to keep at the same positions. Prompts of
     different length are padded here and equal their solo runs.
 
-    Raises NonFiniteStateError for NaN or infinity on the stream, naming the first layer and position, and
-    RuntimeError for a hook that never fires.
+    A row with NaN or infinity at an asked position is left out with a warning that names its first layer and
+    position. Raises NonFiniteStateError where no row is left, and RuntimeError for a hook that never fires.
     """
     model = unwrap(model)
     check_model(model)
@@ -172,10 +167,26 @@ def collect_prompts(
     extra: Sequence[str] = (),
 ) -> ResidualStates:
     """``collect_states`` for prompts and positions that are already resolved."""
+    return _joined(list(collect_each(model, prompts, positions, incl_mid, batch_size, fwd_hooks, extra)), prompts)
+
+
+def collect_each(
+    model: Any,
+    prompts: Prompts,
+    positions: Int[Tensor, "batch pos"],
+    incl_mid: bool = False,
+    batch_size: int | None = None,
+    fwd_hooks: Hooks = (),
+    extra: Sequence[str] = (),
+) -> Iterator[ResidualStates]:
+    """The states of one micro-batch of rows after the other; what was not finite is reported after the last."""
     readout = Readout(model)
-    batches = micro_batches(prompts, batch_size)
-    parts = [_forward(model, readout, prompts, positions, rows, incl_mid, fwd_hooks, extra) for rows in batches]
-    return _joined(parts, prompts, positions)
+    every: dict[int, _Fault] = {}
+    for rows in micro_batches(prompts, batch_size):
+        states, faults = _forward(model, readout, prompts, positions, rows, incl_mid, fwd_hooks, extra)
+        every |= {rows.start + row: fault for row, fault in faults.items()}
+        yield states
+    _report(every, positions)
 
 
 def micro_batches(prompts: Prompts, batch_size: int | None = None) -> Iterator[slice]:
@@ -223,7 +234,7 @@ def _forward(
     incl_mid: bool,
     fwd_hooks: Hooks,
     extra: Sequence[str],
-) -> ResidualStates:
+) -> "tuple[ResidualStates, dict[int, _Fault]]":
     part = Prompts(prompts.ids[rows], prompts.mask[rows])
     packed, moved = part.right_padded()
     places = torch.where(positions[rows] >= 0, positions[rows] - moved[:, None], NO_POSITION)
@@ -263,18 +274,12 @@ class only_rows:
         if not args or not isinstance(args[0], Tensor) or args[0].ndim != 3:
             return None
         self.cut = True
-        return (_pick(args[0], self.places), *args[1:])
+        return (pick(args[0], self.places), *args[1:])
 
     def rows_of(self, logits: Any) -> Float[Tensor, "batch pos d_vocab"]:
         """The model's logits at the asked positions, whether or not the cut took effect."""
         logits = logits[0] if isinstance(logits, tuple) else logits
-        return logits.detach() if self.cut else _pick(logits, self.places).detach()
-
-
-def _pick(act: Float[Tensor, "batch ctx *d"], places: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos *d"]:
-    """A copy of the activations at some places of every row."""
-    at = places.to(act.device)
-    return act[torch.arange(len(at), device=act.device)[:, None], at]
+        return logits.detach() if self.cut else pick(logits, self.places).detach()
 
 
 class _Reader:
@@ -297,7 +302,7 @@ class _Reader:
         self.logits_at: Tensor | None = None  # the columns of positions that logits has, None for all
 
     def take(self, act: Tensor) -> Tensor:
-        return _pick(act.detach(), self.places)
+        return pick(act.detach(), self.places)
 
     def keep(self, point: Point, act: Any) -> None:
         """Copies of a state at the asked positions, its mean over real positions and its first one."""
@@ -339,79 +344,60 @@ class _Reader:
             todo = "see model.hook_dict for the names it has"
             fail("model", f"one whose hook {missing[0]} fires", "a forward in which it did not", todo, RuntimeError)
 
-    def states(self, model: Any, readout: Readout) -> ResidualStates:
+    def states(self, model: Any, readout: Readout) -> "tuple[ResidualStates, dict[int, _Fault]]":
+        """What was read, and the rows that have no position because something in them was not finite."""
         resid, mean, first = (x.to(readout.device) for x in (self.resid, self.mean, self.first))
         n_layers = int(model.cfg.n_layers)
-        _check_finite(resid, self.positions, self.points, n_layers)
-        output = _model_output(readout, resid[-1], self.positions, self.logits, self.logits_at)
-        extra = {name: act.to(readout.device) for name, act in self.extra.items()}
-        return ResidualStates(
-            resid, self.points, mean, first, self.prompts, self.positions, output, n_layers, extra
-        )
-
-
-def _check_finite(resid: Tensor, positions: Tensor, points: Sequence[Point], n_layers: int) -> None:
-    bad = ~torch.isfinite(resid).all(-1).cpu() & (positions >= 0)
-    if bool(bad.any()):
-        point, row, pos = (int(i) for i in bad.nonzero()[0])
         dtype = str(resid.dtype).removeprefix("torch.")
-        raise NonFiniteStateError(
-            f"model must be finite on the residual stream, got NaN or infinity at {points[point].label(n_layers)}, row "
-            f"{row}, position {int(positions[row, pos])} ({dtype}); look at that layer, or load the model in a wider dtype"
+        names = [point.label(n_layers) for point in self.points]
+        faults = _faults(torch.isfinite(resid).all(-1).cpu(), self.positions, names, dtype)
+        positions = _without(self.positions, faults)
+        output = model_output(readout, resid[-1], positions, self.logits, self.logits_at, _LOGITS_BUDGET)
+        faults |= _faults(output.log_z.isfinite()[None], positions, ["logits"], dtype)
+        output.log_z[list(faults)] = torch.nan
+        extra = {name: act.to(readout.device) for name, act in self.extra.items()}
+        positions = _without(positions, faults)
+        states = ResidualStates(resid, self.points, mean, first, self.prompts, positions, output, n_layers, extra)
+        return states, faults
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """Where a row first is not finite."""
+
+    point: str
+    position: int
+    dtype: str
+
+
+def _faults(
+    finite: Bool[Tensor, "point batch pos"], positions: Int[Tensor, "batch pos"], points: Sequence[str], dtype: str
+) -> dict[int, _Fault]:
+    """The first fault of every row that has one at an asked position."""
+    found: dict[int, _Fault] = {}
+    for point, row, pos in (~finite & (positions >= 0)).nonzero().tolist():
+        found.setdefault(row, _Fault(points[point], int(positions[row, pos]), dtype))
+    return found
+
+
+def _without(positions: Int[Tensor, "batch pos"], rows: Mapping[int, Any]) -> Int[Tensor, "batch pos"]:
+    positions = positions.clone()
+    positions[list(rows)] = NO_POSITION
+    return positions
+
+
+def _report(faults: Mapping[int, _Fault], positions: Int[Tensor, "batch pos"]) -> None:
+    """A warning for every row that was left out, or NonFiniteStateError where no row is left."""
+    none_left = len(faults) == int((positions >= 0).any(1).sum())
+    fate = "" if none_left else "that row is left out of the result and the others stand, "
+    for row, fault in sorted(faults.items()):
+        message = (
+            f"model must be finite on the residual stream, got NaN or infinity at {fault.point}, row {row}, position "
+            f"{fault.position} ({fault.dtype}); {fate}look at that layer, or load the model in a wider dtype"
         )
-
-
-def _model_output(
-    readout: Readout, final: Tensor, positions: Tensor, logits: Tensor | None, logits_at: Tensor | None
-) -> ModelOutput:
-    """log Z and the top token of every cell, from the forward's own logits or by the model's own modules."""
-    bare = False
-    if logits is not None:
-        bare = _matched_head(readout, final, positions, logits, logits_at)
-    if logits is not None and logits_at is None:
-        return ModelOutput(_log_z(logits), logits.argmax(-1).cpu(), logits, bare)
-    cells, shape = final.reshape(-1, final.shape[-1]), final.shape[:-1]
-    log_z, top = [], []
-    for block in cells.split(readout.rows_of_logits(_LOGITS_BUDGET)):
-        part = readout.model_logits(block)
-        log_z.append(_log_z(part))
-        top.append(part.argmax(-1).cpu())
-    return ModelOutput(torch.cat(log_z).reshape(shape), torch.cat(top).reshape(shape), None, bare)
-
-
-def _matched_head(
-    readout: Readout, final: Tensor, positions: Tensor, logits: Tensor, logits_at: Tensor | None
-) -> bool:
-    """Whether the bare unembedding made the logits of the forward, seen at the last position of every row.
-
-    The transform an architecture declares may have been folded into the weights; what decides is the model's
-    own output. ReadoutMismatchError if norm and unembedding reproduce it neither way.
-    """
-    column = positions.argmax(1, keepdim=True) if logits_at is None else logits_at
-    rows = _pick(final, column)[:, 0]
-    own = (_pick(logits, column) if logits_at is None else logits)[:, 0].to(readout.device)
-    gap = 0.0
-    for block, said in zip(rows.split(32), own.split(32), strict=True):
-        if readout.head_gap(block, said) > readout.tolerance(said.dtype):
-            readout.use_bare_head()
-            gap = max(gap, readout.head_gap(block, said))
-    if gap > readout.tolerance(own.dtype):
-        raise ReadoutMismatchError(
-            "model must be read by ln_final, unembed and its output transform alone, got probabilities from the last "
-            f"residual state that differ by {gap:.3g} from the model's own (tolerance {readout.tolerance(own.dtype):.0e}); "
-            "a hook or head this package does not know changes the output"
-        )
-    return readout.is_bare
-
-
-def _log_z(logits: Float[Tensor, "*cell d_vocab"]) -> Float[Tensor, "*cell"]:
-    """log Σ exp in float64 scalars from float32 terms, without a second tensor of the size of the logits."""
-    dtype = compute_dtype(logits.dtype)
-    peak = logits.amax(-1, keepdim=True).to(dtype)
-    total = torch.zeros(logits.shape[:-1], dtype=torch.float64, device=logits.device)
-    for part in logits.split(8192, -1):
-        total += (part.to(dtype) - peak).exp().sum(-1)
-    return (peak[..., 0].double() + total.log()).cpu()
+        if none_left:
+            raise NonFiniteStateError(message)
+        warnings.warn(message, stacklevel=4)
 
 
 def model_level_logits(
@@ -428,7 +414,7 @@ def model_level_logits(
     return torch.cat(found).reshape(ids.shape)
 
 
-def _joined(parts: Sequence[ResidualStates], prompts: Prompts, positions: Tensor) -> ResidualStates:
+def _joined(parts: Sequence[ResidualStates], prompts: Prompts) -> ResidualStates:
     if len(parts) == 1:
         return parts[0]
     logits = [part.output.logits for part in parts if part.output.logits is not None]
@@ -437,7 +423,7 @@ def _joined(parts: Sequence[ResidualStates], prompts: Prompts, positions: Tensor
         torch.cat([part.output.log_z for part in parts]),
         torch.cat([part.output.top for part in parts]),
         torch.cat(logits) if kept else None,
-        parts[0].output.bare_head,
+        any(part.output.bare_head for part in parts),
     )
     return replace(
         parts[0],
@@ -445,7 +431,7 @@ def _joined(parts: Sequence[ResidualStates], prompts: Prompts, positions: Tensor
         mean=torch.cat([part.mean for part in parts], 1),
         first=torch.cat([part.first for part in parts], 1),
         prompts=prompts,
-        positions=positions,
+        positions=torch.cat([part.positions for part in parts]),
         output=output,
         extra={name: torch.cat([part.extra[name] for part in parts]) for name in parts[0].extra},
     )

@@ -12,13 +12,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ._checks import check_mid, check_model, fail, unwrap
+from ._html import number, page, quoted, table
 from .collect import collect_states
 from .lens import ig_lens
 from .methods import METHODS, hooks_of, read_methods
 from .methods.base import UNITS, MethodResult, Question
 from .path import Point, resolve_path
 from .readout import Readout
-from .result import RunInfo
+from .result import RunInfo, largest_gap
 from .tokens import is_next, next_tokens, resolve_objective
 
 _SHARED = set(inspect.signature(ig_lens).parameters) - {"model", "input"}
@@ -133,7 +134,7 @@ def _every_point(n_layers: int) -> list[Point]:
     return [*inner, Point(n_layers)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Answers of several methods to one question, aligned by the state at which each row is read or ends.
 
@@ -187,6 +188,37 @@ class Comparison:
                 rows.append((*self._cell(b, p), *nature, *sums, *whole, *deltas))
         names = ["method", "kind", "unit", "rows", "sums_to", "sum", "offset", "total", "expected", "gap", "error"]
         return pd.DataFrame(rows, columns=[*_CELL, *names, "delta_p", "delta_logit"])
+
+    def caption(self) -> str:
+        """One line that says what was asked, and how far the credits of ``ig_lens`` are from their sum."""
+        receipt = self.results.get("ig_lens")
+        gap = "" if receipt is None else f" · |Σ − Δ| ≤ {largest_gap(receipt.gap):.1e}"
+        return self.info.describe() + gap
+
+    def __repr__(self) -> str:
+        batch, pos = self.positions.shape
+        return f"Comparison({', '.join(self.results)}; {batch} rows × {pos} positions; {self.caption()})"
+
+    def _repr_html_(self) -> str:
+        """The additivity table of the last analysed token for notebooks, text escaped."""
+        cells = (self.positions >= 0).nonzero().tolist()
+        tables = [self._sums_html(b, p) for b, p in cells[-1:]]
+        more = f"… and {len(cells) - 1} earlier tokens, see additivity()" if len(cells) > 1 else ""
+        return page(self.caption(), tables, more)
+
+    def _sums_html(self, b: int, p: int) -> str:
+        rows = []
+        for name, result in self.results.items():
+            nature = (name, result.unit, str(len(result.labels)), number(float(result.total[b, p]), "+.6f"))
+            whole: tuple[str, ...] = ("levels sum to nothing", "", "")
+            if result.expected is not None:
+                whole = number(float(result.expected[b, p]), "+.6f"), number(float(result.gap[b, p]), "+.1e")
+                whole = (result.sums_to, *whole)
+            rows.append((*nature, *whole))
+        head = ("method", "unit", "rows", "Σ", "should be", "", "gap")
+        place, target = int(self.positions[b, p]), self.target_strings[b][p]
+        title = f"{quoted(self.token_strings[b][place], target)} · Δp {number(float(self.delta['prob'][b, p]), '+.6f')}"
+        return table(f"{title} · Δlogit {number(float(self.delta['logit'][b, p]), '+.4f')}", rows, head)
 
     def _cell(self, b: int, p: int) -> tuple[Any, ...]:
         place = int(self.positions[b, p])

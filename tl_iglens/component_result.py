@@ -1,6 +1,7 @@
 """Results whose rows are components, and how they are put together window by window."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,6 +26,7 @@ class ComponentResult(IGLensResult):
     segment_of: tuple[int, ...] = ()
     quadrature_error: Float[Tensor, "path_segment batch pos"] | None = None
     n_rows: Int[Tensor, "batch pos"] | None = None
+    row_name: ClassVar[str] = "component"
 
     @property
     def segment_attribution(self) -> Float[Tensor, "path_segment batch pos"]:

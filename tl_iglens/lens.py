@@ -6,6 +6,8 @@ gradient of f along it, which is the change of f over it, so the credits sum to 
 Source: D. A. Nguyen, "IG-Lens", arXiv 2606.29693 (2026), sections 3 and 4.
 """
 
+import copy
+import warnings
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
@@ -15,9 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ._checks import ReadoutMismatchError, check_choice, check_model, check_positive, fail, unwrap
+from ._checks import NonFiniteStateError, ReadoutMismatchError, check_choice, check_model, check_positive, fail, unwrap
 from ._types import BASELINES, ESTIMATORS, QUANTITIES, Hooks, compute_dtype
-from .collect import ResidualStates, collect_prompts, micro_batches, model_level_logits
+from .collect import ResidualStates, collect_each, collect_prompts, micro_batches, model_level_logits
 from .estimators import SegmentCredits, segment_credits
 from .path import Path, resolve_path
 from .quantity import Objective
@@ -25,6 +27,7 @@ from .readout import Readout
 from .result import IGLensResult, RunInfo
 from .tokens import Prompts, is_next, next_tokens, read_prompts, resolve_objective, select_positions, token_text
 
+_MISSED = 0.05  # of Σ|credit|: quadrature errors above it are warned about
 _CELLS_AT_ONCE = 4096  # analysed positions whose interpolated states exist at the same time
 
 
@@ -47,6 +50,7 @@ def ig_lens(
     batch_size: int | None = None,
     tile_bytes: int | None = None,
     head: str = "model",
+    verify: bool = False,
     progress: bool = False,
     fwd_hooks: Hooks = (),
 ) -> IGLensResult:
@@ -63,18 +67,23 @@ def ig_lens(
             attention and MLP.
         baseline: where the path starts: ``"embed"``, ``"zero"``, ``"mean"``, ``"bos"``, a tensor broadcastable to
             ``[batch, pos, d_model]``, or the ``ResidualStates`` of another prompt.
-        estimator, n_steps: ``"prediction_aware"`` (exact), or a gradient rule with ``n_steps`` nodes a segment.
+        estimator, n_steps: ``"prediction_aware"`` (exact), or a gradient rule with ``n_steps`` nodes a segment, which
+            warns where its credits miss more than a twentieth.
         quantity: ``"prob"``, ``"log_prob"`` or ``"logit"`` (defined up to the unembedding's centring).
         states: states collected before, instead of a forward.
         batch_size: rows per forward; tile_bytes: size of a tile of logits; progress: a bar on stderr.
         head: ``"model"`` reads in the model's dtype; ``"float32"`` lifts the head of a half-precision model, and
             ``result.readout_gap`` then says how far that is from the model's own output.
+        verify: repeat all levels with a copy of the model on the CPU in float32 and note the gap in
+            ``result.info.notes``: what a device computes wrongly in forward and readout alike shows nowhere else.
         fwd_hooks: interventions to run under, as for ``model.run_with_hooks``.
 
     Returns: an :class:`IGLensResult` with tensors ``[segment, batch, pos]`` on the CPU.
 
-    Raises: ValueError, TypeError or NotImplementedError naming the argument; NonFiniteStateError for NaN on the
-    stream; ReadoutMismatchError if the last level is not the model's own output.
+    A row that is not finite (NaN on its stream) is left out with a warning; its cells are NaN and the others stand.
+
+    Raises: ValueError, TypeError or NotImplementedError naming the argument; NonFiniteStateError where no finite row
+    is left; ReadoutMismatchError if the last level is not the model's own output.
     """
     check_choice("estimator", estimator, ESTIMATORS)
     check_choice("quantity", quantity, QUANTITIES)
@@ -92,18 +101,18 @@ def ig_lens(
         positions = states.positions if as_collected else select_positions(states.prompts, pos_slice)
         if is_next(targets):
             positions, _ = next_tokens(states.prompts, positions)
-        return ask.answer(states.at(positions), slice(None), states.prompts)
-    prompts = read_prompts(model, input, attention_mask, prepend_bos)
-    positions = select_positions(prompts, pos_slice)
-    if is_next(targets):
-        positions, _ = next_tokens(prompts, positions)
-    batches = list(micro_batches(prompts, batch_size))
-    parts = []
-    for rows in tqdm(batches, desc="ig_lens", unit="batch", disable=not progress):
-        part = Prompts(prompts.ids[rows], prompts.mask[rows])
-        collected = collect_prompts(model, part, positions[rows], incl_mid, None, fwd_hooks)
-        parts.append(ask.answer(collected, rows, prompts))
-    return _joined(parts)
+        result = ask.answer(states.at(positions), slice(None), states.prompts)
+    else:
+        prompts = read_prompts(model, input, attention_mask, prepend_bos)
+        positions = select_positions(prompts, pos_slice)
+        if is_next(targets):
+            positions, _ = next_tokens(prompts, positions)
+        batches = list(micro_batches(prompts, batch_size))
+        collected = collect_each(model, prompts, positions, incl_mid, batch_size, fwd_hooks)
+        bar = tqdm(collected, desc="ig_lens", total=len(batches), unit="batch", disable=not progress)
+        result = _joined([ask.answer(part, rows, prompts) for rows, part in zip(batches, bar, strict=True)])
+    _warn_quadrature(result)
+    return _verified(result, ask, fwd_hooks) if verify else result
 
 
 @dataclass
@@ -130,6 +139,7 @@ class _Ask:
         points = _path_states(states, self.path, self.baseline, rows, len(prompts.ids))[:, at]  # [point, cell, d_model]
         flat = Objective(self.quantity, objective.ids[present], objective.sign[present])
         credits = read_path(self.readout, points, flat, self.estimator, self.n_steps)
+        _check_credits(credits, self.path, self.quantity)
         own = model_level_logits(self.readout, states, objective.ids)
         model_level = objective.value(own, states.output.log_z)
         if self.readout.work_dtype == self.readout.dtype:  # a lifted head reports its gap instead
@@ -177,6 +187,34 @@ class _Ask:
             step_attribution=cells(credits.steps) if self.n_steps > 1 else None,
             info=run_info(self.model, states, self.path, self.estimator, self.n_steps, self.baseline, self.quantity),
         )
+
+
+def _warn_quadrature(result: IGLensResult) -> None:
+    """A gradient rule says itself where it misses the change by more than a twentieth of Σ|credit|."""
+    gap, size = torch.nan_to_num(result.completeness_gap).abs(), torch.nan_to_num(result.attribution).abs().sum(0)
+    missed = gap[gap > torch.maximum(_MISSED * size, torch.full_like(size, 1e-6))]
+    if not result.info.exact and len(missed):
+        warnings.warn(
+            f"credits of {result.info.estimator} with n_steps={result.info.n_steps} miss up to {float(missed.max()):.2g} of "
+            "the change, as result.completeness_gap says; take more steps, or the exact prediction_aware",
+            stacklevel=3,
+        )
+
+
+def _verified(result: IGLensResult, ask: _Ask, fwd_hooks: Hooks) -> IGLensResult:
+    """The result with a note of how far its levels are from those of a copy of the model on the CPU in float32."""
+    clone = copy.deepcopy(ask.model).to("cpu", print_details=False).to(torch.float32, print_details=False)
+    prompts = Prompts(result.tokens, result.attention_mask)
+    incl_mid = any(point.mid for point in ask.path.states)
+    states = collect_prompts(clone, prompts, result.positions, incl_mid, None, fwd_hooks)
+    targets = result.targets if ask.targets is None else ask.targets
+    own = replace(ask, model=clone, readout=Readout(clone), targets=targets, estimator="prediction_aware", n_steps=1)
+    levels = own.answer(states, slice(None), prompts).levels
+    gap = float((levels - result.levels)[:, result.present].abs().max())
+    note = f"levels repeated on the CPU in float32 differ by at most {gap:.1e}"
+    if gap > (1e-3 if result.info.dtype in ("float32", "float64") else 5e-2):
+        warnings.warn(f"{note}; do not trust what this device computes", stacklevel=3)
+    return replace(result, info=replace(result.info, notes=(*result.info.notes, note)))
 
 
 def read_path(
@@ -228,6 +266,10 @@ def _path_states(
     except RuntimeError:
         rule = f"broadcastable to [batch, pos, d_model]={list(visited[0].shape)}"
         fail("baseline", rule, f"shape {list(base.shape)}", "collect it at the same positions")
+    if not bool(torch.isfinite(base[states.present.to(base.device)]).all()):
+        name = baseline if isinstance(baseline, str) else type(baseline).__name__
+        todo = "look at the states it is made of"
+        fail("baseline", "finite at every analysed position", f"NaN or infinity in {name!r}", todo, NonFiniteStateError)
     return torch.cat([base[None], visited])
 
 
@@ -246,6 +288,15 @@ def _check_states(states: Any, input: Any, attention_mask: Any, fwd_hooks: Hooks
         fail("input", "None where states is given", "both", "states already hold their prompt, mask and interventions")
     if states.n_layers != path.n_layers:
         fail("states", f"of a model with {path.n_layers} layers", states.n_layers, "collect them with this model")
+
+
+def _check_credits(credits: SegmentCredits, path: Path, quantity: str) -> None:
+    """Finite states may still have an infinite logit, or a token of probability 0: never a blank in a figure."""
+    for values, names in ((credits.levels, path.point_labels), (credits.attribution, path.labels)):
+        bad = (~torch.isfinite(values)).any(-1).nonzero()[:, 0].tolist()
+        if bad:
+            todo = "use quantity='prob', or load the model in a wider dtype"
+            fail("quantity", "finite along the path", f"a {quantity} that is not at {names[bad[0]]}", todo, NonFiniteStateError)
 
 
 def _check_readout(level: Tensor, model_level: Tensor, quantity: str, readout: Readout) -> None:
@@ -290,6 +341,9 @@ def run_info(
     else:
         start = "states of another prompt" if isinstance(baseline, ResidualStates) else "tensor"
     notes = ("logits are defined up to the unembedding's centring",) if quantity == "logit" else ()
+    bos, eos = (getattr(getattr(model, "tokenizer", None), f"{name}_token_id", None) for name in ("bos", "eos"))
+    if bos is not None and bos == eos and any(int(ids[0]) == bos for ids in states.prompts.ids):
+        notes += (f"prompts begin with id {bos}, the end of a text in place of a BOS",)
     return RunInfo(
         model=str(getattr(cfg, "model_name", None) or type(model).__name__),
         dtype=str(states.resid.dtype).removeprefix("torch."),

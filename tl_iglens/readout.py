@@ -9,8 +9,7 @@ only module that touches weights.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -21,11 +20,14 @@ from torch import Tensor
 
 from ._checks import check_choice, fail
 from ._types import compute_dtype
+from .head import FinalNorm, OutputTransform, has_norm, output_transform, silent
 from .quantity import Objective
 
 MIB = 2**20
 HEADS = ("model", "float32")
 _ROW_BLOCK = 1024  # rows that share one read of W_U: enough to make the product compute-bound
+_LEAST_TILE = 64  # tokens; where not even these fit in memory, fewer rows share a tile
+_NO_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")  # what torch says, by device and system
 
 
 def default_tile_bytes(device: torch.device) -> int:
@@ -70,27 +72,6 @@ class Scan:
     mean_direction: Float[Tensor, "row d_model"] | None  # Σ_v p_v T'(z_v) w_v
 
 
-@contextmanager
-def silent(module: torch.nn.Module | None) -> Iterator[None]:
-    """Run a module with every hook on it and below it set aside, and put them back afterwards.
-
-    The model's hook points belong to the user: hooks there must not see the rows of a readout.
-    """
-    saved: list[tuple[dict[str, Any], str, Any]] = []
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "fwd_hooks", "bwd_hooks")
-    try:
-        for part in module.modules() if module is not None else ():
-            for name in names:
-                own = part.__dict__
-                if own.get(name):
-                    saved.append((own, name, own[name]))
-                    own[name] = type(own[name])()
-        yield
-    finally:
-        for own, name, value in reversed(saved):
-            own[name] = value
-
-
 class Readout:
     """The model's readout at arbitrary states. Holds the model's weights as views; never copies them.
 
@@ -102,16 +83,17 @@ class Readout:
     def __init__(self, model: Any, tile_bytes: int | None = None, head: str = "model"):
         check_choice("head", head, HEADS)
         self.unembed = model.unembed
-        self.norm = FinalNorm(getattr(model, "ln_final", None) if _has_norm(model) else None)
+        self.norm = FinalNorm(getattr(model, "ln_final", None) if has_norm(model) else None)
         self.W_U, self.b_U = _head_weights(model)
         self.dtype = self.W_U.dtype
         self.device = self.W_U.device
         self.d_model, self.d_vocab = (int(n) for n in self.W_U.shape)
-        self.transform = OutputTransform(_output_transform(model), self.dtype, self.device)
+        self.transform = OutputTransform(output_transform(model), self.dtype, self.device)
         self.is_bare = False
         self.acc_dtype = compute_dtype(self.dtype)
         self.work_dtype = self.dtype if head == "model" else self.acc_dtype
         self.tile_bytes = tile_bytes or default_tile_bytes(self.device)
+        self.row_block = _ROW_BLOCK
 
     def value(self, h: Float[Tensor, "*node cell d_model"], objective: Objective) -> Float[Tensor, "*node cell"]:
         """f at every state, float64 scalars; ``objective`` has one entry per cell."""
@@ -168,31 +150,41 @@ class Readout:
         gradient: bool = False,
         watchers: tuple[Watcher, ...] = (),
     ) -> Scan:
-        """One pass over the vocabulary for normed rows ``x``; memory does not grow with d_vocab."""
+        """One pass over the vocabulary for normed rows ``x``; memory does not grow with d_vocab.
+
+        A tile that does not fit in memory is halved, then the rows that share it; where neither helps, torch's own
+        error is raised again with what can be done.
+        """
         n_rows, ids = len(x), ids.to(self.device)
         z = torch.empty(ids.shape, dtype=torch.float64, device=self.device)
         log_z = torch.empty(n_rows, dtype=torch.float64, device=self.device)
         mean = torch.zeros(n_rows, self.d_model, dtype=self.acc_dtype, device=self.device) if gradient else None
-        row_block = max(1, min(n_rows, _ROW_BLOCK))
-        tile = self._tile_width(row_block)
-        buffer = torch.empty(row_block * tile, dtype=self.work_dtype, device=self.device)
-        for first in range(0, n_rows, row_block):
-            rows = slice(first, min(first + row_block, n_rows))
-            stream = _OnlineSoftmax(rows.stop - rows.start, self.acc_dtype, self.device)
-            for start in range(0, self.d_vocab, tile):
-                logits = self._tile(x[rows], start, min(start + tile, self.d_vocab), buffer)
-                _gather(logits, ids[rows], start, z[rows])
-                for watcher in watchers:
-                    watcher.see(logits, rows, start)
-                slopes = self.transform.slope(logits) if gradient and not self.transform.is_linear else None
-                weight, rescale = stream.add(logits)
-                if mean is not None:
-                    weight = weight if slopes is None else weight.mul_(slopes)
-                    self._accumulate(mean[rows], weight, rescale, start)
-            log_z[rows] = stream.log_sum()
-            if mean is not None:
-                mean[rows] *= (self.transform.scale if self.transform.is_linear else 1.0) / stream.total[:, None]
+        first = 0
+        while first < n_rows:
+            rows = slice(first, min(first + self.row_block, n_rows))
+            try:
+                log_z[rows] = self._stream(x, ids, rows, z, mean, watchers)
+                first = rows.stop
+            except _TooManyRows:
+                self.row_block = (rows.stop - rows.start) // 2
         return Scan(z, log_z, mean)
+
+    def _stream(
+        self, x: Tensor, ids: Tensor, rows: slice, z: Tensor, mean: Tensor | None, watchers: tuple[Watcher, ...]
+    ) -> Float[Tensor, "row"]:
+        """log Z of some rows, their part of ``z`` and ``mean`` filled in."""
+        stream = _OnlineSoftmax(rows.stop - rows.start, self.acc_dtype, self.device)
+        for start, logits, slopes in self._tiles(x[rows], mean is not None and not self.transform.is_linear):
+            _gather(logits, ids[rows], start, z[rows])
+            for watcher in watchers:
+                watcher.see(logits, rows, start)
+            weight, rescale = stream.add(logits)
+            if mean is not None:
+                weight = weight if slopes is None else weight.mul_(slopes)
+                self._accumulate(mean[rows], weight, rescale, start)
+        if mean is not None:
+            mean[rows] *= (self.transform.scale if self.transform.is_linear else 1.0) / stream.total[:, None]
+        return stream.log_sum()
 
     def model_logits(self, h: Float[Tensor, "row d_model"]) -> Float[Tensor, "row d_vocab"]:
         """Full logits of a few rows by the model's own modules, hooks set aside; holds row × d_vocab."""
@@ -224,9 +216,40 @@ class Readout:
         ids = objective.ids.to(self.device)
         return ids.expand(*h.shape[:-1], ids.shape[-1]).reshape(-1, ids.shape[-1])
 
-    def _tile_width(self, row_block: int) -> int:
-        width = self.tile_bytes // (row_block * self.work_dtype.itemsize)
-        return min(max(64, width // 64 * 64), self.d_vocab)
+    def _tiles(
+        self, x: Float[Tensor, "row d_model"], with_slopes: bool
+    ) -> Iterator[tuple[int, Float[Tensor, "row tile"], Float[Tensor, "row tile"] | None]]:
+        """All of the vocabulary in tiles: the first token, the transformed logits, and T' there where asked for."""
+        start, buffer = 0, None
+        while start < self.d_vocab:
+            stop = min(start + self._tile_width(len(x)), self.d_vocab)
+            try:
+                if buffer is None:
+                    buffer = torch.empty(len(x) * (stop - start), dtype=self.work_dtype, device=self.device)
+                logits = self._tile(x, start, stop, buffer)
+                slopes = self.transform.slope(logits) if with_slopes else None
+            except RuntimeError as error:
+                if not any(words in str(error) for words in _NO_MEMORY):
+                    raise
+                self._make_room(error, len(x), stop - start, begun=start > 0)
+                continue
+            yield start, logits, slopes
+            start = stop
+
+    def _make_room(self, error: RuntimeError, n_rows: int, width: int, begun: bool) -> None:
+        """Halve the tiles from here on, or ask for fewer rows; RuntimeError where neither is left."""
+        if width > _LEAST_TILE:
+            self.tile_bytes = n_rows * width * self.work_dtype.itemsize // 2
+        elif n_rows > 1 and not begun:  # nothing of these rows has been counted yet
+            raise _TooManyRows
+        else:
+            kind = torch.cuda.OutOfMemoryError if isinstance(error, torch.cuda.OutOfMemoryError) else RuntimeError
+            rule, got = f"readable in the free memory of {self.device}", f"none left for {n_rows} × {width} logits"
+            fail("model", rule, f"{got} ({str(error).splitlines()[0]})", "free some, or analyse fewer tokens", kind)
+
+    def _tile_width(self, n_rows: int) -> int:
+        width = self.tile_bytes // (n_rows * self.work_dtype.itemsize)
+        return min(max(_LEAST_TILE, width // _LEAST_TILE * _LEAST_TILE), self.d_vocab)
 
     def _tile(self, x: Tensor, start: int, stop: int, buffer: Tensor) -> Float[Tensor, "row tile"]:
         """Transformed logits of a run of the vocabulary, in float32 or better; overwrites ``buffer``."""
@@ -249,6 +272,10 @@ class Readout:
             mean += (weight.to(directions.dtype) @ directions).to(mean.dtype)
 
 
+class _TooManyRows(Exception):
+    """Not even the narrowest tile of these rows fits in memory."""
+
+
 class _OnlineSoftmax:
     """log Σ exp of rows that arrive in tiles: a running maximum and a sum relative to it."""
 
@@ -259,8 +286,8 @@ class _OnlineSoftmax:
     def add(self, logits: Float[Tensor, "row tile"]) -> tuple[Float[Tensor, "row tile"], Tensor | None]:
         """Turns ``logits`` in place into exp(logits − peak); also the factor that earlier sums shrank by."""
         peak = torch.maximum(self.peak, logits.amax(1, keepdim=True))
-        rescale = None if bool(torch.isneginf(self.peak[0, 0])) else (self.peak - peak).exp_()
-        weight = logits.sub_(peak).exp_()
+        rescale = None if bool(torch.isneginf(self.peak[0, 0])) else exp_(self.peak - peak)
+        weight = exp_(logits.sub_(peak))
         if rescale is not None:
             self.total *= rescale[:, 0]
         self.total += weight.sum(1)
@@ -269,6 +296,15 @@ class _OnlineSoftmax:
 
     def log_sum(self) -> Float[Tensor, "row"]:
         return self.peak[:, 0].double() + self.total.log()
+
+
+def exp_(x: Tensor) -> Tensor:
+    """exp in place for shifted logits; what would leave the normal numbers stays at their lower end.
+
+    Early layers spread their logits so far that most of the vocabulary is below that, and processors compute
+    with subnormal numbers several times slower. Against a largest term of 1 the difference is below 1e-30.
+    """
+    return x.clamp_(min=math.log(torch.finfo(x.dtype).tiny) + 7).exp_()
 
 
 def _gather(logits: Tensor, ids: Tensor, start: int, out: Tensor) -> None:
@@ -280,131 +316,23 @@ def _gather(logits: Tensor, ids: Tensor, start: int, out: Tensor) -> None:
         out[inside] = found[inside].double()
 
 
-class OutputTransform:
-    """What the model does to its logits after the unembedding: nothing, a scale, a soft cap, or both.
-
-    The value is the model's own function. Its slope is measured from it: with a = T'(0) and the cap
-    c = T(∞), T(z) = c·tanh(a z / c) has slope a (1 − (T/c)²). A function of another form has no slope here.
-    """
-
-    def __init__(self, function: Callable[[Tensor], Tensor] | None, dtype: torch.dtype, device: torch.device):
-        self.function = function
-        probe = torch.tensor([-64.0, -3.0, -0.5, 0.0, 0.5, 3.0, 64.0], dtype=dtype, device=device)
-        with torch.no_grad():
-            image = probe if function is None else function(probe.clone())
-            tiny, huge = probe.new_tensor(2.0**-10), probe.new_tensor(3e4)
-            self.scale = 1.0 if function is None else float(function(tiny.clone())) / float(tiny)
-            limit = math.inf if function is None else abs(float(function(huge.clone())))
-        linear = torch.allclose(image.double(), self.scale * probe.double(), rtol=1e-2, atol=1e-6)
-        self.is_identity = bool(torch.equal(image, probe)) and linear
-        self.cap = math.inf if linear else limit
-        capped = probe.double() * self.scale
-        if not linear:
-            capped = self.cap * torch.tanh(capped / self.cap)
-        self.is_known = bool(torch.allclose(image.double(), capped, rtol=2e-2, atol=1e-6))
-        self.is_linear = linear
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        return logits if self.is_identity or self.function is None else self.function(logits)
-
-    def slope(self, image: Tensor) -> Tensor:
-        """T'(z) at rows whose transformed logits are ``image``."""
-        if not self.is_known:
-            todo = "use estimator='prediction_aware', which needs no gradient"
-            fail("model", "one with a scaled or soft-capped output", "another output transform", todo, NotImplementedError)
-        if self.is_linear:
-            return torch.full_like(image, self.scale)
-        return self.scale * (1 - (image / self.cap) ** 2)
-
-
-class FinalNorm:
-    """The model's final norm: its own module for the value, a closed form for the vector–Jacobian product.
-
-    norm(h) = γ (h − μ) / σ + β with σ² = mean (h − μ)² + ε (μ = 0 for RMSNorm). γ, β, ε and whether the mean
-    is removed are measured by running the module on a few probes, so offsets, folding and epsilons take care
-    of themselves; a norm that is not of this form is differentiated by autograd, alone.
-    """
-
-    def __init__(self, module: torch.nn.Module | None):
-        self.module = module
-        self._measured: tuple[Tensor, Tensor, float, bool] | None = None
-
-    def __call__(self, rows: Float[Tensor, "row d_model"]) -> Float[Tensor, "row d_model"]:
-        if self.module is None:
-            return rows
-        with torch.no_grad(), silent(self.module):
-            return self.module(rows[None])[0]
-
-    def vjp(
-        self, h: Float[Tensor, "row d_model"], x: Float[Tensor, "row d_model"], g: Float[Tensor, "row d_model"]
-    ) -> Float[Tensor, "row d_model"]:
-        """Jᵀ g of the norm at h, where x = norm(h)."""
-        if self.module is None:
-            return g
-        if self._measured is None:
-            self._measured = self._measure(h)
-        gain, bias, eps, centred = self._measured
-        h = h.to(device=g.device, dtype=g.dtype)
-        shifted = h - h.mean(-1, keepdim=True) if centred else h
-        sigma = (shifted.square().mean(-1, keepdim=True) + eps).sqrt()
-        unit = shifted / sigma
-        tolerance = 1e-4 if x.dtype in (torch.float32, torch.float64) else 5e-2
-        if not torch.allclose(unit * gain + bias, x.to(g.dtype), rtol=tolerance, atol=tolerance):
-            return self._autograd_vjp(h, g)
-        # (γg − mean(γg) − h̃ ⟨h̃, γg⟩ / d) / σ, the middle term only where the mean is removed
-        pulled = g * gain
-        projected = pulled - unit * (pulled * unit).mean(-1, keepdim=True)
-        if centred:
-            projected = projected - pulled.mean(-1, keepdim=True)
-        return projected / sigma
-
-    @torch.no_grad()
-    def _measure(self, like: Tensor) -> tuple[Tensor, Tensor, float, bool]:
-        dtype = compute_dtype(like.dtype)
-        signs = like.new_ones(like.shape[-1])
-        signs[1::2] = -1  # mean 0 for an even width
-        probes = torch.stack([0 * signs, 100 * signs, 100 * signs.abs()])
-        bias, scaled, level = self(probes).to(dtype)
-        gain = (scaled - bias) * signs.to(dtype)
-        centred = bool((level - bias).abs().max() < 1e-3 * gain.abs().max())
-        return gain, bias, self._epsilon(signs, gain, bias), centred
-
-    def _epsilon(self, signs: Tensor, gain: Tensor, bias: Tensor) -> float:
-        """ε from the shrinkage c / √(c² + ε) of probes of size c; the clearest one, near one half, decides."""
-        sizes = torch.logspace(-6, 0, 25, dtype=torch.float64)
-        images = self(torch.stack([float(c) * signs for c in sizes]).to(signs.dtype)).to(gain.dtype)
-        wide = gain.abs() > 0.1 * gain.abs().max()
-        ratio = ((images - bias) * signs.to(gain.dtype) / gain)[:, wide].double().mean(-1)
-        best = int((ratio.cpu() - 0.5).abs().argmin())
-        return max(0.0, float(sizes[best] ** 2 * (1 / ratio[best] ** 2 - 1)))
-
-    def _autograd_vjp(self, h: Tensor, g: Tensor) -> Tensor:
-        assert self.module is not None
-        with torch.inference_mode(False), torch.enable_grad(), silent(self.module):
-            leaf = h.detach().clone().requires_grad_(True)
-            (out,) = torch.autograd.grad(self.module(leaf[None])[0], leaf, g.detach().clone().to(leaf.dtype))
-        return out
-
-
-def _has_norm(model: Any) -> bool:
-    return getattr(model.cfg, "normalization_type", None) is not None
-
-
 def _head_weights(model: Any) -> tuple[Tensor, Tensor | None]:
     """W_U [d_model, d_vocab] and b_U (None when all zero), as views of the model's own storage."""
-    weight = model.W_U.detach()
-    if not weight.is_floating_point():
-        todo = "load the model without quantising its unembedding"
-        fail("model", "one with a readable unembedding matrix", f"W_U of dtype {weight.dtype}", todo, NotImplementedError)
+    weight, d_model = getattr(model, "W_U", None), int(model.cfg.d_model)
+    got = None
+    if not isinstance(weight, Tensor):
+        got = f"{type(weight).__name__} in its place"
+    elif weight.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        got = f"W_U of dtype {weight.dtype}"
+    elif weight.ndim != 2 or len(weight) != d_model:
+        got = f"W_U of shape {tuple(weight.shape)}"
+    elif weight.device.type == "meta":
+        got = "W_U on the meta device"
+    if got is not None:
+        todo = "load the model without quantising or offloading its unembedding"
+        rule = f"one with a readable unembedding matrix [{d_model}, d_vocab]"
+        fail("model", rule, got, todo, NotImplementedError)
+    weight = weight.detach()
     bias = getattr(model, "b_U", None)
     bias = None if bias is None else bias.detach().to(weight.device)
     return weight, bias if bias is not None and bool(bias.any()) else None
-
-
-def _output_transform(model: Any) -> Callable[[Tensor], Tensor] | None:
-    """The transform of a bridge's adapter, or the soft cap of a HookedTransformer."""
-    own = getattr(getattr(model, "adapter", None), "apply_output_logits_transform", None)
-    if callable(own):
-        return own
-    cap = float(getattr(model.cfg, "output_logits_soft_cap", None) or 0.0)
-    return (lambda logits: cap * torch.tanh(logits / cap)) if cap > 0 else None

@@ -20,9 +20,10 @@ import torch
 from plotly.offline import get_plotlyjs
 
 from ._checks import fail
+from ._html import number
 from .plotting._cells import columns
 from .plotting._labels import HOVER_LENGTH, shorten, visible
-from .plotting._style import UNITS, array, hover, number, palette
+from .plotting._style import UNITS, array, hover, palette
 from .plotting.heatmap import draw
 from .result import IGLensResult
 

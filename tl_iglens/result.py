@@ -1,24 +1,20 @@
 """The receipt: frozen, labelled credits with their own error figures, onset, data frame, save and load."""
 
-import html
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import Any
+from typing import ClassVar
 
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ._checks import check_choice, fail
+from ._html import CELLS, earlier, largest, number, page, quoted, table
 from ._types import ONSET_RULES
-from .tokens import token_label
+from .files import read_result, write_result
 
-FORMAT = 1
+KIND = "IGLensResult"  # what its files say they hold
 _UNDEFINED = 1e-6  # |Δ| below this: shares of it mean nothing
 NO_ONSET = "undefined"
 
@@ -45,6 +41,11 @@ class RunInfo:
         """Whether credits are observed changes, which sum to Δ by construction."""
         return self.estimator == "prediction_aware"
 
+    def describe(self) -> str:
+        """What was asked, in one line."""
+        steps = f", {self.n_steps} steps" if self.n_steps > 1 else ""
+        return f"{self.quantity} · baseline {self.baseline} · {self.estimator}{steps} · {self.model}"
+
 
 @dataclass(frozen=True, repr=False)
 class IGLensResult:
@@ -68,6 +69,7 @@ class IGLensResult:
     model_level: Float[Tensor, "batch pos"]
     info: RunInfo
     step_attribution: Float[Tensor, "segment step batch pos"] | None = None
+    row_name: ClassVar[str] = "segment"  # what a row is called
 
     @property
     def present(self) -> Bool[Tensor, "batch pos"]:
@@ -158,74 +160,50 @@ class IGLensResult:
 
     def save(self, path: str | FilePath) -> FilePath:
         """Write one safetensors file with JSON metadata; nothing in it is executable. Returns the path."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
-        tensors = {name: value.contiguous().clone() for name, value in tensors.items()}
-        words = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in tensors and f.name != "info"}
-        meta = {"format": str(FORMAT), "kind": "tl_iglens.IGLensResult", "fields": json.dumps(words), "info": json.dumps(asdict(self.info))}
-        path = FilePath(path)
-        partial = path.with_name(path.name + ".partial")
-        try:
-            save_file(tensors, str(partial), metadata=meta)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-        return path
+        return write_result(self, path, KIND)
 
     @classmethod
     def load(cls, path: str | FilePath) -> "IGLensResult":
         """Read what ``save`` wrote; ValueError for a file that is damaged or is something else."""
-        todo = "give a file written by IGLensResult.save"
-        if not FilePath(path).is_file():
-            fail("path", "an existing file", str(path), todo, FileNotFoundError)
-        try:
-            with safe_open(str(path), "pt") as file:
-                meta = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-        except Exception as error:
-            raise ValueError(f"path must be a result file, got {path} ({error}); {todo}") from error
-        if meta.get("kind") != "tl_iglens.IGLensResult":
-            fail("path", "a result file", f"{path}, a safetensors file of something else", todo)
-        if int(meta.get("format", FORMAT)) > FORMAT:
-            fail("path", f"a result file of format {FORMAT} or older", f"format {meta['format']}", "update tl-iglens")
-        try:
-            info = RunInfo(**_known(RunInfo, json.loads(meta["info"])))
-            return cls(**_known(cls, json.loads(meta["fields"]) | tensors), info=info)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"path must be a result file, got {path} ({error}); {todo}") from error
+        return read_result(cls, path, KIND, info=RunInfo)
 
     def caption(self) -> str:
         """One line that says what the numbers are: quantity, baseline, estimator, model and the gap."""
-        gap = torch.nan_to_num(self.completeness_gap).abs().max().item()
-        steps = f", {self.info.n_steps} steps" if self.info.n_steps > 1 else ""
-        return (
-            f"{self.info.quantity} · baseline {self.info.baseline} · {self.info.estimator}{steps} · "
-            f"{self.info.model} · |Σ − Δ| ≤ {gap:.1e}"
-        )
+        return f"{self.info.describe()} · |Σ − Δ| ≤ {largest_gap(self.completeness_gap):.1e}"
 
     def __repr__(self) -> str:
         segments, batch, pos = self.attribution.shape
-        return f"{type(self).__name__}({segments} segments × {batch} rows × {pos} positions; {self.caption()})"
+        return f"{type(self).__name__}({segments} {self.row_name}s × {batch} rows × {pos} positions; {self.caption()})"
 
     def _repr_html_(self) -> str:
         """A receipt per analysed token for notebooks (at most twelve), text escaped."""
-        cells = self.present.nonzero().tolist()
-        blocks = [self._receipt_html(b, p) for b, p in cells[-12:]]
-        more = f"<p>… and {len(cells) - 12} earlier tokens</p>" if len(cells) > 12 else ""
-        return f"<div><p>{html.escape(self.caption())}</p>{more}{''.join(blocks)}</div>"
+        cells, onset = self.present.nonzero().tolist(), self.onset()
+        receipts = [self._receipt(b, p, onset) for b, p in cells[-CELLS:]]
+        return page(self.caption(), receipts, earlier(len(cells)))
 
-    def _receipt_html(self, b: int, p: int) -> str:
-        order = self.attribution[:, b, p].abs().argsort(descending=True)[:8].sort().values.tolist()
-        rest = float(self.delta[b, p]) - sum(float(self.attribution[s, b, p]) for s in order)
-        lines = [("start", f"{float(self.levels[0, b, p]):.6f}")]
-        lines += [(self.labels[s], f"{float(self.attribution[s, b, p]):+.6f}") for s in order]
-        if len(self.labels) > len(order):
-            lines.append((f"other, {len(self.labels) - len(order)} segments", f"{rest:+.6f}"))
-        lines.append(("end", f"{float(self.levels[-1, b, p]):.6f}"))
-        lines.append(("model", f"{float(self.model_level[b, p]):.6f}"))
-        body = "".join(f"<tr><td>{html.escape(k)}</td><td style='text-align:right'>{v}</td></tr>" for k, v in lines)
-        token = token_label(self.token_strings[b][int(self.positions[b, p])])
-        title = f"{token} → {token_label(self.target_strings[b][p])} · onset {self.onset().labels[b][p]}"
-        return f"<table style='display:inline-table;margin:4px'><caption>{html.escape(title)}</caption>{body}</table>"
+    def _receipt(self, b: int, p: int, onset: "Onset") -> str:
+        """Where the path starts, what the largest segments and all others add, where it ends; the onset is bold."""
+        digits = 6 if self.info.quantity == "prob" else 4
+        credits = self.attribution[:, b, p].double()
+        kept, decided = largest(credits.abs().tolist(), 8), int(onset.index[b, p]) if self.row_name == "segment" else -1
+        missed = float(self.delta[b, p].double() - credits.sum())
+        lines = [("start", float(self.levels[0, b, p]), "")]
+        lines += [(self.labels[s] + " ◆" * (s == decided), float(credits[s]), "+") for s in kept]
+        if n_others := len(credits) - len(kept):
+            others = float(credits.sum() - credits[kept].sum())
+            lines.append((f"other, {n_others} {self.row_name}s", others, "+"))
+        if abs(missed) >= _UNDEFINED * max(1.0, float(credits.abs().sum())):
+            lines.append(("not in the credits", missed, "+"))
+        lines += [("end", float(self.levels[-1, b, p]), ""), ("model", float(self.model_level[b, p]), "")]
+        title = quoted(self.token_strings[b][int(self.positions[b, p])], self.target_strings[b][p])
+        title += f" · onset {onset.labels[b][p]}" if self.row_name == "segment" else ""
+        rows = [(name, number(value, f"{sign}.{digits}f")) for name, value, sign in lines]
+        return table(title, rows, marked=1 + kept.index(decided) if decided in kept else -1)
+
+
+def largest_gap(gap: Tensor) -> float:
+    """The largest |gap| of a result; cells without a position do not count."""
+    return torch.nan_to_num(gap).abs().max().item() if gap.numel() else 0.0
 
 
 @dataclass(frozen=True)
@@ -241,14 +219,3 @@ class Onset:
         """The boundary the onset segment ends at, −1 where undefined."""
         ends = torch.tensor(self.segment_boundaries)
         return torch.where(self.index >= 0, ends[self.index.clamp_min(0)], -1)
-
-
-def _known(cls: type, words: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass among those of a file, lists as the tuples they were."""
-    names = {f.name for f in fields(cls)}
-    return {name: _tuples(value) for name, value in words.items() if name in names}
-
-
-def _tuples(value: Any) -> Any:
-    """JSON lists as the tuples they were."""
-    return tuple(_tuples(v) for v in value) if isinstance(value, Sequence) and not isinstance(value, str) else value

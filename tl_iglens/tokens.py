@@ -1,5 +1,6 @@
 """Prompts, real positions, targets and printable labels: everything between text and token ids."""
 
+import unicodedata
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,12 +78,13 @@ def read_prompts(model: Any, input: Any, attention_mask: Any = None, prepend_bos
 
     Text is tokenised row by row by the model's own ``to_tokens`` and padded on the right here. Raises
     ValueError for an empty prompt, one longer than the context, ids outside the vocabulary, or pad ids
-    without a mask; warns about a repeated leading BOS.
+    without a mask; warns about a repeated leading BOS and about a tokenizer larger than the vocabulary.
     """
     texts = [input] if isinstance(input, str) else input
     if isinstance(texts, list | tuple) and texts and all(isinstance(t, str) for t in texts):
         if attention_mask is not None:
             fail("attention_mask", "None for text input", "a mask", "pass token ids together with a mask")
+        _warn_tokenizer(model)
         prompts = _ragged([_tokenise(model, text, prepend_bos) for text in texts], texts)
     else:
         ids = _id_tensor(input)
@@ -100,6 +102,17 @@ def _tokenise(model: Any, text: str, prepend_bos: bool | None) -> list[int]:
         fail("input", "token ids for a model without a tokenizer", repr(text), "set one, or pass ids [batch, pos]")
     options = {} if prepend_bos is None else {"prepend_bos": prepend_bos}
     return [int(i) for i in model.to_tokens(text, truncate=False, **options)[0]]
+
+
+def _warn_tokenizer(model: Any) -> None:
+    """A tokenizer of another model gives other ids without a word."""
+    size, d_vocab = 0 if model.tokenizer is None else len(model.tokenizer), int(model.cfg.d_vocab)
+    if size > d_vocab:
+        warnings.warn(
+            f"model.tokenizer knows {size} tokens and the model {d_vocab}; it may belong to another model, so compare "
+            "result.tokens with the ids you expect",
+            stacklevel=4,
+        )
 
 
 def _ragged(rows: list[list[int]], texts: Sequence[str]) -> Prompts:
@@ -392,3 +405,18 @@ def token_label(text: str) -> str:
     if not body:
         return "·" * len(shown)
     return "·" * lead + body + "·" * trail
+
+
+_UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs")  # controls, formats, surrogates, rare spaces
+
+
+def visible(text: str) -> str:
+    """A token label in which every character can be seen: controls and bidi marks as ``<U+202E>``."""
+    shown = []
+    for place, char in enumerate(token_label(text)):
+        kind = unicodedata.category(char)
+        if kind in _UNSEEN and char != " ":
+            shown.append(f"<U+{ord(char):04X}>")
+        else:  # a mark that would sit on the character before it gets a place of its own
+            shown.append("◌" + char if place == 0 and kind.startswith("M") else char)
+    return "".join(shown)

@@ -17,13 +17,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ._checks import check_choice, check_model, check_positive, fail, unwrap
+from ._html import CELLS, earlier, largest, number, page, table
 from ._types import QUANTITIES, Hooks, compute_dtype
 from .collect import ResidualStates, collect_states, model_level_logits
 from .estimators import segment_credits
+from .lens import run_info
 from .path import Path, resolve_path
 from .quantity import Objective
-from .readout import Readout
-from .tokens import TokenSet, resolve_objective, token_text
+from .readout import Readout, exp_
+from .result import RunInfo, largest_gap
+from .tokens import TokenSet, resolve_objective, token_text, visible
 from .watchers import TopK, tiles
 
 _ROWS = 1024  # states whose tiles of probabilities exist at the same time
@@ -89,7 +92,7 @@ def track(
         model_level=run.cells(model_level[run.present][None])[0],
         positions=run.states.positions,
         token_strings=run.token_strings(),
-        quantity=quantity,
+        info=run.info(quantity, "track"),
     )
 
 
@@ -133,6 +136,7 @@ def probability_flow(
         positions=run.states.positions,
         token_strings=run.token_strings(),
         texts={i: token_text(run.tokenizer, i) for i in ids.unique().tolist()},
+        info=run.info("prob", "probability_flow"),
     )
 
 
@@ -146,7 +150,7 @@ def _flow(run: "_Run", points: Float[Tensor, "point cell d_model"], k: int) -> t
     down = TopK(n_segments * n_cells, k, readout.device, largest=False)
     moved, residue = torch.zeros(2, n_segments * n_cells, dtype=torch.float64, device=readout.device)
     for first, z in tiles(readout, x):
-        p = z.sub_(log_z[:, None].to(z.dtype)).exp_()
+        p = exp_(z.sub_(log_z[:, None].to(z.dtype)))
         change = (p[n_cells:] - p[:-n_cells]).masked_fill_(still, 0)  # f_v(h_{j+1}) − f_v(h_j)
         up.see(change, slice(None), first)
         down.see(change, slice(None), first)
@@ -217,6 +221,11 @@ class _Run:
         ids[self.present] = top.ids.cpu()
         return ids
 
+    def info(self, quantity: str, analysis: str) -> RunInfo:
+        return run_info(
+            self.model, self.states, self.path, "prediction_aware", 1, "embed", quantity, analysis=analysis
+        )
+
     def token_strings(self) -> tuple[tuple[str, ...], ...]:
         return tuple(tuple(token_text(self.tokenizer, i) for i in row) for row in self.states.prompts.ids.tolist())
 
@@ -250,7 +259,7 @@ def _names(run: _Run, objectives: Sequence[Objective]) -> tuple[tuple[tuple[str,
     return tuple(tuple(tuple(name(o, b, p) for o in objectives) for p in range(width)) for b in range(n_rows))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Tracks:
     """Levels and credits of several candidates at the same cells; cells of shorter rows are NaN."""
 
@@ -264,7 +273,11 @@ class Tracks:
     model_level: Float[Tensor, "batch pos candidate"]
     positions: Int[Tensor, "batch pos"]
     token_strings: tuple[tuple[str, ...], ...]
-    quantity: str
+    info: RunInfo
+
+    @property
+    def quantity(self) -> str:
+        return self.info.quantity
 
     @property
     def delta(self) -> Float[Tensor, "batch pos candidate"]:
@@ -274,6 +287,36 @@ class Tracks:
     def readout_gap(self) -> Float[Tensor, "batch pos candidate"]:
         """Readout of the last state − the same quantity from the model's own logits."""
         return self.levels[-1] - self.model_level
+
+    @property
+    def completeness_gap(self) -> Float[Tensor, "batch pos candidate"]:
+        """Σ credits − Δ: rounding."""
+        return self.attribution.sum(0) - self.delta
+
+    def caption(self) -> str:
+        """One line that says what the numbers are: quantity, baseline, estimator, model and the gap."""
+        return f"{self.info.describe()} · |Σ − Δ| ≤ {largest_gap(self.completeness_gap):.1e}"
+
+    def __repr__(self) -> str:
+        n, batch, pos, k = self.attribution.shape
+        return f"Tracks({n} segments × {batch} rows × {pos} positions × {k} candidates; {self.caption()})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks, per analysed token (at most twelve) the candidates with their largest credit; escaped."""
+        cells = (self.positions >= 0).nonzero().tolist()
+        tables = [self._candidates_html(b, p) for b, p in cells[-CELLS:]]
+        return page(self.caption(), tables, earlier(len(cells)))
+
+    def _candidates_html(self, b: int, p: int) -> str:
+        digits, rows = 6 if self.quantity == "prob" else 4, []
+        for c, name in enumerate(self.candidate_strings[b][p]):
+            top = int(self.attribution[:, b, p, c].abs().argmax())
+            ends = (number(float(level), f".{digits}f") for level in self.levels[[0, -1], b, p, c])
+            change = number(float(self.delta[b, p, c]), f"+.{digits}f")
+            most = number(float(self.attribution[top, b, p, c]), f"+.{digits}f")
+            rows.append((visible(name), *ends, change, self.labels[top], most))
+        head = ("candidate", "start", "end", "Δ", "largest credit", "")
+        return table(f"after {visible(self.token_strings[b][int(self.positions[b, p])])}", rows, head)
 
     def to_dataframe(self) -> pd.DataFrame:
         """One row per (cell, candidate, segment)."""
@@ -289,7 +332,7 @@ class Tracks:
         return pd.DataFrame(rows, columns=[*names, "credit", "level_before", "level_after"])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ProbabilityFlow:
     """Per segment the tokens that gained and lost most probability.
 
@@ -308,6 +351,36 @@ class ProbabilityFlow:
     positions: Int[Tensor, "batch pos"]
     token_strings: tuple[tuple[str, ...], ...]
     texts: Mapping[int, str]
+    info: RunInfo
+
+    def caption(self) -> str:
+        """One line that says what the numbers are; over the vocabulary they sum to zero but for the last figure."""
+        return f"{self.info.describe()} · |Σ over the vocabulary| ≤ {largest_gap(self.residue):.1e}"
+
+    def __repr__(self) -> str:
+        n, batch, pos, k = self.gained.shape
+        return f"ProbabilityFlow({n} segments × {batch} rows × {pos} positions, k={k}; {self.caption()})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks, per analysed token (at most twelve) the segments that moved most probability; escaped."""
+        cells = (self.positions >= 0).nonzero().tolist()
+        tables = [self._moves_html(b, p) for b, p in cells[-CELLS:]]
+        return page(self.caption(), tables, earlier(len(cells)))
+
+    def _moves_html(self, b: int, p: int) -> str:
+        moved, rows = self.total_variation[:, b, p].double(), []
+        kept = largest(moved.tolist(), 8)
+        for s in kept:
+            sides = ((self.gained_ids, self.gained), (self.lost_ids, self.lost))
+            texts = (self._first(ids[s, b, p, 0], amounts[s, b, p, 0]) for ids, amounts in sides)
+            rows.append((self.labels[s], number(float(moved[s]), ".6f"), *texts))
+        if n_others := len(moved) - len(kept):
+            rows.append((f"other, {n_others} segments", number(float(moved.sum() - moved[kept].sum()), ".6f"), "", ""))
+        head = ("segment", "moved", "gained most", "lost most")
+        return table(f"after {visible(self.token_strings[b][int(self.positions[b, p])])}", rows, head)
+
+    def _first(self, token: Tensor, amount: Tensor) -> str:
+        return f"{visible(self.texts[int(token)])} {number(float(amount), '+.6f')}" if float(amount) else "none"
 
     def to_dataframe(self) -> pd.DataFrame:
         """One row per (cell, segment, token): ``rank`` 1 gained most; losses count from −1."""

@@ -20,13 +20,15 @@ from torch import Tensor
 
 from . import ranking
 from ._checks import check_choice, check_model, check_positive, fail, unwrap
+from ._html import number, page, table
 from ._types import ONSET_RULES
-from .ablation import ablate, read_tensors, write_tensors
+from .ablation import ablate
 from .collect import ResidualStates, collect_states
 from .compare import compare
+from .files import read_result, write_result
 from .lens import ig_lens, weight_processing
 from .readout import Readout
-from .result import IGLensResult
+from .result import IGLensResult, largest_gap
 from .sites import MODES
 from .tokens import resolve_objective
 
@@ -132,7 +134,7 @@ class PromptScores:
     info: Mapping[str, str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OnsetStudy:
     """Scores against ablation effects, layer by layer and prompt by prompt, with their statistics.
 
@@ -154,6 +156,32 @@ class OnsetStudy:
     target_strings: tuple[str, ...]
     statistics: tuple[tuple[Any, ...], ...]
     info: Mapping[str, Any]
+
+    def caption(self) -> str:
+        """One line that says what was compared: the ablation, the model, and what the credits are."""
+        info = {key: self.info.get(key, "?") for key in ("unit", "mode", "at", "model")}
+        reference = self.info.get("reference", "none")
+        done = f"{info['unit']} · mode {info['mode']} at {info['at']}"
+        done += "" if reference == "none" else f", reference {reference}"
+        gap = f" · |Σ − Δ| ≤ {self.info['completeness_gap']}" if "completeness_gap" in self.info else ""
+        return f"effect on prob · {done} · {info['model']} · credits prob, baseline embed, prediction_aware{gap}"
+
+    def __repr__(self) -> str:
+        prompts, layers = self.effects.shape
+        return f"OnsetStudy({prompts} prompts × {layers} layers × {len(self.scores)} scores; {self.caption()})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks, every score's measures with their intervals over all prompts and layers; escaped."""
+        found = self.summary(stratum="all", layers="all")
+        measures = list(dict.fromkeys(found["measure"]))
+        rows = []
+        for score in dict.fromkeys(found["score"]):
+            own = found[found["score"] == score].set_index("measure")
+            rows.append((score, *(_interval(own.loc[m]) if m in own.index else "" for m in measures)))
+        chance = found.groupby("measure")["chance"].mean()
+        rows.append(("chance", *(number(float(chance[m]), ".2f") for m in measures)))
+        title = f"{len(self.texts)} prompts, all layers; mean over prompts with its 95 % bootstrap interval"
+        return page(self.caption(), [table(title, rows, ("score", *(m.replace("_", " ") for m in measures)))])
 
     def summary(
         self, *, measure: str | None = None, stratum: str | None = None, layers: str | None = None
@@ -192,12 +220,17 @@ class OnsetStudy:
 
     def save(self, path: str | FilePath) -> FilePath:
         """Write one safetensors file with JSON metadata; nothing in it is executable. Returns the path."""
-        return write_tensors(self, path)
+        return write_result(self, path, "OnsetStudy")
 
     @classmethod
     def load(cls, path: str | FilePath) -> "OnsetStudy":
         """Read what ``save`` wrote; ValueError for a file that is damaged or is something else."""
-        return cls(**read_tensors(cls, path))
+        return read_result(cls, path, "OnsetStudy")
+
+
+def _interval(row: pd.Series) -> str:
+    low, high = (number(float(row[end]), ".2f") for end in ("low", "high"))
+    return f"{number(float(row['estimate']), '.2f')} [{low}, {high}]"
 
 
 _COLUMNS = ["score", "layers", "stratum", "measure", "estimate", "low", "high", "chance", "p", "p_holm", "n"]
@@ -316,6 +349,7 @@ def prompt_scores(
             "transformer_lens": version("transformer-lens"),
             "weight_processing": weight_processing(model),
             "fraction": str(fraction),
+            "completeness_gap": f"{largest_gap(receipt.completeness_gap):.1e}",
         },
     )
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .readout import Readout
+from .readout import Readout, exp_
 
 _TILE = 4096  # tokens per tile where a second stream runs beside the readout's own
 
@@ -63,7 +63,7 @@ class Entropy:
     def see(self, logits: Float[Tensor, "row tile"], rows: slice, first: int) -> None:
         peak = torch.maximum(self.peak[rows], logits.amax(1, keepdim=True).double())
         shrink = (self.peak[rows] - peak).exp()[:, 0]
-        weight = (logits - peak.to(logits.dtype)).exp()
+        weight = exp_(logits - peak.to(logits.dtype))
         self.mass[rows] = self.mass[rows] * shrink + weight.sum(1).double()
         self.moment[rows] = self.moment[rows] * shrink + (weight * logits).sum(1).double()
         self.peak[rows] = peak
@@ -98,7 +98,7 @@ class Divergence:
     def see(self, logits: Float[Tensor, "row tile"], rows: slice, first: int) -> None:
         cells, place = self.cell[rows].unique(return_inverse=True)
         final = logits_between(self.readout, self.final[cells], first, first + logits.shape[1])
-        p = (final - self.log_z[cells, None].to(final.dtype)).exp_()
+        p = exp_(final - self.log_z[cells, None].to(final.dtype))
         # Σ p (z − z') splits into one term of the cell and one of the row; together they do not cancel badly
         self.moment[rows] += (p[place] * (final[place] - logits)).sum(1).double()
         if self.direction is not None:

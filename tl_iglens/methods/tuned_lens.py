@@ -29,12 +29,12 @@ import torch
 from einops import einsum, rearrange, repeat
 from jaxtyping import Float
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from .._checks import check_model, check_positive, fail, unwrap
 from ..collect import ResidualStates, collect_states
+from ..files import write_tensors
 from ..path import Point
 from ..readout import Readout
 from ..tokens import read_prompts
@@ -338,12 +338,9 @@ class _Training:
 
     def save(self, path: str | FilePath, settings: Mapping[str, Any]) -> None:
         """Write all of it to one file, whole or not at all."""
-        path = FilePath(path)
-        partial = path.with_name(path.name + ".partial")
         names = ("weight", "bias", "weight_velocity", "bias_velocity")
         meta = {"settings": json.dumps(settings), "losses": json.dumps(self.losses), "n_tokens": str(self.n_tokens)}
-        save_file({name: getattr(self, name).cpu().contiguous() for name in names}, str(partial), metadata=meta)
-        partial.replace(path)
+        write_tensors({name: getattr(self, name).cpu().contiguous() for name in names}, meta, path)
 
     def note(self, loss: float, n_tokens: int) -> None:
         self.losses.append(loss)

@@ -10,6 +10,7 @@ from .ablation import ablation
 from .baselines import baselines
 from .comparison import comparison
 from .components import components
+from .corpus import mean_credit, onset_histogram, top_prompts
 from .flow import candidates, flow
 from .heatmap import heatmap
 from .trajectory import trajectory
@@ -23,6 +24,9 @@ __all__ = [
     "components",
     "flow",
     "heatmap",
+    "mean_credit",
+    "onset_histogram",
+    "top_prompts",
     "trajectory",
     "waterfall",
 ]

@@ -6,34 +6,20 @@ Labels never serve as coordinates: axes count 0, 1, 2, … and show the labels i
 numeric or date-like labels stay apart and in order.
 """
 
-import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
-from ..tokens import token_label
+from ..tokens import visible
 
 TICK_LENGTH = 16  # characters of a label on an axis; hover shows the rest
 HOVER_LENGTH = 120
 
 _ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", "$": "&#36;", "%": "&#37;"})
-_UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs")  # controls, formats, surrogates, rare spaces
 
 
 def escape(text: str) -> str:
     """Text that plotly draws literally."""
     return text.translate(_ESCAPES)
-
-
-def visible(text: str) -> str:
-    """Token text in which every character can be seen: spaces as ``·``, controls as ``<U+000C>``."""
-    shown = []
-    for place, char in enumerate(token_label(text)):
-        kind = unicodedata.category(char)
-        if kind in _UNSEEN and char != " ":
-            shown.append(f"<U+{ord(char):04X}>")
-        else:  # a mark that would sit on the character before it gets a place of its own
-            shown.append("◌" + char if place == 0 and kind.startswith("M") else char)
-    return "".join(shown)
 
 
 def shorten(text: str, length: int) -> str:

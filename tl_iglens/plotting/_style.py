@@ -12,6 +12,7 @@ import plotly.io as pio
 from torch import Tensor
 
 from .._checks import fail
+from .._html import number as number  # the number format of all figures
 from ._labels import TICK_LENGTH, escape, visible
 
 # Blue and orange differ for every common form of colour blindness; each pair reads on its background.
@@ -105,14 +106,6 @@ def plain(quantity: str) -> str:
     return signed(quantity).removeprefix("+")
 
 
-def number(value: float, form: str) -> str:
-    """A number as text: with a true minus sign, and with an exponent where all its digits would be zeros."""
-    text = f"{value:{form}}"
-    if value and not any(c in "123456789" for c in text):
-        text = f"{value:{'+' if form.startswith('+') else ''}.1e}"
-    return text.replace("-", "−")
-
-
 def hover(*lines: str, name: str = "") -> str:
     """A hover template: lines, and what stands in the box beside them.
 
@@ -159,7 +152,8 @@ def finish(
     figure.update_layout(
         title={
             "text": text, "x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container",
-            "yanchor": "top", "pad": {"l": 16, "t": 14}, "font": {"size": 16},
+            "yanchor": "top", "pad": {"l": 16, "t": 26},  # to the first line's baseline, as it has several
+            "font": {"size": 16},
         },
         margin=space,
         width=width,

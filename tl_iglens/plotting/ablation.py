@@ -7,8 +7,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from .._checks import fail
-from ._labels import full, shorten, ticks, visible
-from ._style import AWAY, LEGEND, Palette, array, finish, hover, label_space, number, palette, signed, unit
+from .._html import number
+from ._labels import full, ticks, visible
+from ._style import AWAY, LEGEND, Palette, array, finish, hover, label_space, palette, signed, unit
 
 _NAMED = 5  # sites with the largest effects that are named in the figure
 _ROW_PIXELS, _STUDY_ROW = 18, 24
@@ -140,7 +141,7 @@ def _study(
     study: Any, stratum: str, layers: str, *, title: str | None, template: Any, width: Any, height: Any
 ) -> go.Figure:
     """A forest plot, one panel per measure, over the scatter of all layers."""
-    table, colours, info = study.summary(stratum=stratum, layers=layers), palette(template), study.info
+    table, colours = study.summary(stratum=stratum, layers=layers), palette(template)
     measures, names = list(dict.fromkeys(table["measure"])), list(dict.fromkeys(table["score"]))
     forest, below, gap = _STUDY_ROW * len(names), 300, 95
     body = forest + gap + below
@@ -165,16 +166,12 @@ def _study(
     figure.update_yaxes(type="linear", zeroline=True, title={"text": "effect: p clean − p ablated"}, row=2, col=1)
     figure.update_layout(legend=LEGEND)
     n = int(table["n"].max()) if len(table) else 0
-    caption = (
-        f"effect on prob · {info.get('unit', '')} · mode {info.get('mode', '')} at {info.get('at', '')} · "
-        f"{info['model']} · credits prob, baseline embed, prediction_aware"
-    )
     chosen = f"{n} of {len(study.texts)} prompts, stratum {stratum} · layers {layers}"
     shown = f"{chosen} · 95 % bootstrap intervals over prompts"
     return finish(
         figure,
         "Do credits foretell ablations?" if title is None else title,
-        [caption, shown],
+        [study.caption(), shown],
         template=template,
         width=width,
         height=height,
@@ -296,9 +293,4 @@ def _heading(what: str, result: Any, row: int) -> str:
 
 
 def _caption(result: Any, row: int) -> str:
-    info = result.info
-    reference = "" if info.reference in ("", "none") else f" · reference {shorten(str(info.reference), 40)}"
-    return (
-        f"effect on prob · {info.unit} · mode {info.mode} at {info.at}{reference} · {info.model} · "
-        f"p clean {number(float(result.p_clean[row]), '.6f')}"
-    )
+    return f"{result.caption()} · p clean {number(float(result.p_clean[row]), '.6f')}"

@@ -8,10 +8,11 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from .._checks import fail
+from .._html import number
 from ._cells import Columns, one
 from ._depth import depth, depth_axis
 from ._labels import escape, full, shorten
-from ._style import Palette, array, finish, hover, label_space, number, palette
+from ._style import Palette, array, finish, hover, label_space, palette
 
 _PANEL_PIXELS, _GAP_PIXELS = 150, 62
 
@@ -72,13 +73,10 @@ def comparison(
     figure.update_xaxes(showticklabels=True, title={"text": "state a row is read at or ends at"}, row=len(names), col=1)
     figure.update_annotations(x=0, xanchor="left", align="left")
     figure.update_layout(barmode="relative", bargap=0, showlegend=False)
-    info = comparison.info
-    question = f"{info.quantity} · baseline {info.baseline} · {info.estimator} · {info.model}"
-    caption = question + _gap(comparison, cells)
     return finish(
         figure,
         f"{len(names)} methods on {cells.quoted}" if title is None else title,
-        [caption, _deltas(comparison, cells)],
+        [comparison.caption(), _deltas(comparison, cells)],
         template=template,
         width=width,
         height=height,
@@ -160,11 +158,6 @@ def _starts(ends: np.ndarray) -> np.ndarray:
 
 def _places(ends: Sequence[str], n_layers: int) -> np.ndarray:
     return np.array([depth(end, n_layers) for end in ends])
-
-
-def _gap(comparison: Any, cells: Columns) -> str:
-    receipt = comparison.results.get("ig_lens")
-    return "" if receipt is None else f" · |Σ − Δ| ≤ {abs(float(cells.of(receipt.gap)[0])):.1e}"
 
 
 def _deltas(comparison: Any, cells: Columns) -> str:

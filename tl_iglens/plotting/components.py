@@ -8,9 +8,10 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from .._checks import check_positive, fail
+from .._html import number
 from ._cells import Columns, check_same_cells, one
 from ._labels import escape, full, ticks
-from ._style import AWAY, Palette, array, finish, hover, label_space, number, palette, signed, unit
+from ._style import AWAY, Palette, array, finish, hover, label_space, palette, signed, unit
 
 _ROW_PIXELS = 22
 

@@ -6,23 +6,11 @@ import numpy as np
 import plotly.graph_objects as go
 
 from .._checks import check_positive
+from .._html import number
 from ._cells import one
 from ._depth import depth_axis, depths
-from ._labels import full, tick, ticks, visible
-from ._style import (
-    AWAY,
-    DASHES,
-    LEGEND,
-    array,
-    finish,
-    hover,
-    label_space,
-    number,
-    palette,
-    plain,
-    signed,
-    unit,
-)
+from ._labels import full, tick, ticks
+from ._style import AWAY, DASHES, LEGEND, array, finish, hover, label_space, palette, plain, signed, unit
 
 _ROW_PIXELS = 34
 
@@ -106,8 +94,7 @@ def flow(
     )
     figure.update_layout(barmode="relative", bargap=0.2, legend=LEGEND)
     shown = f"the {len(kept)} of {len(moved)} segments that move most" if len(kept) < len(moved) else ""
-    residue = float(cells.of(result.residue)[:, 0].abs().max())
-    caption = _caption(result, "prob", f"|Σ over the vocabulary| ≤ {residue:.1e}")
+    caption = result.caption()
     return finish(
         figure,
         f"Where probability goes {cells.after}" if title is None else title,
@@ -169,21 +156,13 @@ def candidates(
     figure.update_xaxes(**depth_axis(track.point_labels, n_layers), title={"text": "state of the residual stream"})
     figure.update_yaxes(type="linear", zeroline=True, title={"text": unit(quantity)})
     figure.update_layout(legend={"x": 1.01, "xanchor": "left", "y": 1, "title": {"text": "token, final level"}})
-    gap = np.abs(credits.sum(0, dtype=np.float64) - (levels[-1].astype(np.float64) - levels[0])).max()
     return finish(
         figure,
         f"{len(names)} candidates {cells.after}" if title is None else title,
-        [_caption(track, quantity, f"|Σ − Δ| ≤ {gap:.1e}")],
+        [track.caption()],
         template=template,
         width=width,
         height=height,
         body=380,
         margin={"l": 75, "b": 55 + label_space(track.point_labels)},
     )
-
-
-def _caption(result: Any, quantity: str, gap: str) -> str:
-    """Both analyses start at the embedding and credit observed changes."""
-    info = getattr(result, "info", None)
-    model = f" · {visible(info.model)}" if info is not None else ""
-    return f"{quantity} · baseline embed · prediction_aware{model} · {gap}"

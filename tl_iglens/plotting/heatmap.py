@@ -8,6 +8,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from .._checks import fail
+from .._html import number
 from ._cells import Columns, check_same_cells, columns, ends, is_path
 from ._labels import aliases, full, ticks
 from ._style import (
@@ -19,7 +20,6 @@ from ._style import (
     hover,
     label_space,
     limit,
-    number,
     palette,
     plain,
     signed,

@@ -8,10 +8,11 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from .._checks import fail
+from .._html import number
 from ._cells import Columns, check_same_cells, is_path, one
 from ._depth import depth_axis, depths, spans
 from ._labels import escape, full
-from ._style import DASHES, LEGEND, array, finish, hover, label_space, number, palette, plain, signed, unit
+from ._style import DASHES, LEGEND, array, finish, hover, label_space, palette, plain, signed, unit
 
 
 def trajectory(

@@ -5,12 +5,12 @@ from typing import Any
 import plotly.graph_objects as go
 
 from .._checks import check_positive
+from .._html import largest, number
 from ._cells import ends, is_path, one
 from ._labels import full, ticks
-from ._style import AWAY, LEGEND, array, finish, hover, label_space, number, palette, signed, unit
+from ._style import AWAY, LEGEND, array, finish, hover, label_space, palette, signed, unit
 
 _GAP = 1e-6  # of Σ|credit|: what the credits leave unexplained is a row of its own from here on
-_SMALL = 1e-3  # of Σ|credit|: smaller segments are gathered
 _ROW_PIXELS = 26
 
 
@@ -39,7 +39,7 @@ def waterfall(
     cells, colours, quantity = one(result, batch, pos), palette(template), result.info.quantity
     credit = array(cells.of(result.attribution)[:, 0])
     start, end, own = (float(cells.of(v)[0]) for v in (result.levels[0], result.levels[-1], result.model_level))
-    kept = _largest(credit, top)
+    kept = largest(abs(credit), top)
     rest = [i for i in range(len(credit)) if i not in set(kept)]
     gap = float(cells.of(result.delta)[0]) - float(credit.sum(dtype="float64"))
     onset = int(cells.of(result.onset().index)[0]) if is_path(result) else -1
@@ -85,16 +85,16 @@ def waterfall(
     )
     figure.add_trace(
         go.Scatter(
-            x=[own, own], y=[-0.5, len(rows) - 0.5], mode="lines", showlegend=True,
+            x=[own, own], y=[len(rows) - 1.6, len(rows) - 0.4], mode="lines", showlegend=True,
             name=f"the model's own {unit(quantity)}, {number(own, value[1:])}",
-            line={"color": colours.ink, "dash": "dot", "width": 1.5}, opacity=0.6, hoverinfo="skip",
+            line={"color": colours.ink, "dash": "dot", "width": 2}, hoverinfo="skip",
         )
     )  # fmt: skip
-    low, high = _span(amounts, own)
+    low, high, needs_left = _span(amounts, own)
     names = ticks(labels, length=32)
     figure.update_yaxes(**{**names, "range": [len(rows) - 0.5, -0.5]}, **AWAY, showgrid=False)
     figure.update_xaxes(
-        type="linear", range=[low - 0.2 * (high - low), high + 0.2 * (high - low)], zeroline=True,
+        type="linear", range=[low - (0.2 if needs_left else 0.02) * (high - low), high + 0.2 * (high - low)], zeroline=True,
         title={"text": unit(quantity)},
     )  # fmt: skip
     figure.update_layout(legend=LEGEND, bargap=0.25, hovermode="y")
@@ -109,14 +109,6 @@ def waterfall(
         body=_ROW_PIXELS * len(rows),
         margin={"l": 20 + label_space(labels, 12, 32), "b": 90},
     )
-
-
-def _largest(credit: Any, top: int) -> list[int]:
-    """The segments that get a bar, in order of depth; no ``other`` for a single one."""
-    size = abs(credit)
-    order = size.argsort(kind="stable")[::-1].tolist()
-    n = min(top, int((size > _SMALL * size.sum()).sum()))
-    return sorted(order if n >= len(order) - 1 else order[:n])
 
 
 def _name(result: Any, i: int, onset: int) -> str:
@@ -134,11 +126,13 @@ def _details(result: Any, cells: Any, i: int, quantity: str) -> str:
     return text if share is None else f"{text}<br>{share:.1%} of Δ"
 
 
-def _span(amounts: list[float], own: float) -> tuple[float, float]:
-    """The ends of everything that is drawn."""
-    heights = [0.0, own, amounts[0], amounts[-1]]
-    level = amounts[0]
+def _span(amounts: list[float], own: float) -> tuple[float, float, bool]:
+    """The ends of everything that is drawn, and whether numbers left of falling bars need room before the first."""
+    falls, heights, level = [], [0.0, own, amounts[0], amounts[-1]], amounts[0]
     for amount in amounts[1:-1]:
         level += amount
         heights.append(level)
-    return min(heights), max(heights)
+        falls += [level] if amount < 0 else []
+    falls += [end for end in (amounts[0], amounts[-1]) if end < 0]
+    low, high = min(heights), max(heights)
+    return low, high, any(level < low + 0.2 * (high - low) for level in falls)
