@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from . import ablation, cases, components
+from . import ablation, cases, components, corpus
 from .measure import in_fresh_process, ratio, seconds, slope
 
 Row = tuple[str, str, str, str]  # what, where, figure, goal
@@ -107,6 +107,10 @@ def ablations(quick: bool) -> list[Row]:
     return list(ablation.measured(quick))
 
 
+def corpora(quick: bool) -> list[Row]:
+    return list(corpus.measured(quick))
+
+
 PARTS = {
     "accuracy": accuracy,
     "speed": speed,
@@ -114,6 +118,7 @@ PARTS = {
     "scaling": scaling,
     "components": component_credits,
     "ablation": ablations,
+    "corpus": corpora,
 }
 INTRODUCTION = """# Measured
 

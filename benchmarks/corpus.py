@@ -111,7 +111,7 @@ def rate(n: int, shard_size: int, num_actors: int) -> float:
     return (len(ends) - num_actors) / (ends[-1] - ends[num_actors - 1])
 
 
-def measured(quick: bool) -> Iterator[tuple[str, ...]]:
+def measured(quick: bool) -> Iterator[tuple[str, str, str, str]]:
     share, speed = throughput(32 if quick else 128, 1 if quick else 5)
     where = f"SmolLM2-135M, {32 if quick else 128} prompts, last position"
     yield "corpus: (forward + readout) / whole run, CPU time", where, f"{share:.2f}  ({speed:.1f} prompts/s)", "≥ 0.90"

@@ -5,6 +5,7 @@ both demo models (block, attention, MLP × skip, mean, resample × target positi
 
 * ``parts/``: one Parquet file per model and run of prompts, so that a study goes on where it was left;
 * ``layers.parquet``: one row per (model, prompt, unit, layer) with every score and every effect;
+* ``studies/``: one ``OnsetStudy`` per model and condition, for ``OnsetStudy.load``;
 * ``summary.parquet``: every measure with its interval and p-values;
 * ``summary.json``: the protocol, the machine's figures and the headline rows.
 """
@@ -167,14 +168,19 @@ def _same_protocol(protocol: Protocol, file: Path) -> None:
     file.write_text(json.dumps(own))
 
 
-def judged(rows: pd.DataFrame, protocol: Protocol, progress: bool = True) -> pd.DataFrame:
-    """Every measure of every score in every condition."""
+def judged(rows: pd.DataFrame, protocol: Protocol, folder: Path, progress: bool = True) -> pd.DataFrame:
+    """Every measure of every score in every condition; each condition's study goes to a file of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
     frames = []
     groups = list(product(protocol.models, protocol.conditions))
     for name, (unit, mode, at) in tqdm(groups, desc="statistics", unit="condition", disable=not progress):
         own = rows[(rows["model"] == name) & (rows["unit"] == unit)].sort_values(["prompt", "layer"])
         scores, effects, p_clean = arrays(own, f"effect_{mode}_{at}")
-        study = judge(scores, effects, p_clean, n_resamples=protocol.resamples, seed=protocol.seed)
+        ablation = {"unit": unit, "mode": mode, "at": at, "reference": f"{protocol.references} prompts"}
+        study = judge(
+            scores, effects, p_clean, n_resamples=protocol.resamples, seed=protocol.seed, ablation=ablation
+        )
+        study.save(folder / f"{name}-{unit}-{mode}-{at}.safetensors")
         frames.append(study.summary().assign(model=name, unit=unit, mode=mode, at=at))
     return pd.concat(frames, ignore_index=True)
 
@@ -201,15 +207,22 @@ def arrays(rows: pd.DataFrame, effect: str) -> tuple[PromptScores, torch.Tensor,
         families=tuple(one("families")),
         targets=torch.tensor(one("target_id")),
         target_strings=tuple(one("target_strings")),
-        info={},
+        info={
+            "model": str(heads["model"].iloc[0]),
+            "dtype": "float32",
+            "transformer_lens": version("transformer-lens"),
+            "weight_processing": "raw",
+            "fraction": "0.5",
+        },
     )
     return scores, table(effect), torch.tensor(one("p_clean"))
 
 
 def headline(summary: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows that answer the question: onset rules and scores over all prompts and by trajectory."""
-    wanted = summary["stratum"].isin(["all", "monotone", "non-monotone"])
-    return json.loads(summary[wanted].to_json(orient="records", double_precision=6))
+    """The rows that answer the question: whole blocks, all prompts and by trajectory."""
+    wanted = summary["stratum"].isin(["all", "monotone", "non-monotone"]) & (summary["unit"] == "block")
+    wanted &= summary["measure"].isin(["superiority", "spearman"])
+    return json.loads(summary[wanted].to_json(orient="records", double_precision=4))
 
 
 def study(protocol: Protocol, out: Path, workers: int = 2, progress: bool = True) -> pd.DataFrame:
@@ -217,7 +230,7 @@ def study(protocol: Protocol, out: Path, workers: int = 2, progress: bool = True
     start = time.perf_counter()
     rows, cpu = collect(protocol, out, workers, progress)
     rows.to_parquet(out / "layers.parquet")
-    summary = judged(rows, protocol, progress)
+    summary = judged(rows, protocol, out / "studies", progress)
     summary.to_parquet(out / "summary.parquet")
     about = {
         "protocol": vars(protocol),
