@@ -1,5 +1,5 @@
 # Two commands do everything on a machine with Python (3.10 or newer) and make:
-#   make demo    installs, fetches the embedded model, prints the receipt of an answer
+#   make demo    installs, fetches the embedded model, prints the receipt of an answer, writes it as receipt.html
 #   make test    installs, runs the tests
 PYTHON ?= python3
 VENV   ?= .venv
@@ -11,10 +11,10 @@ PLAIN  := $(VENV)/.plain
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-all bench pictures lint types clean
+.PHONY: demo test test-all bench pictures notebooks lint types clean
 
 demo: $(PLAIN)
-	$(BIN)/iglens "What is the capital of Vietnam?"
+	$(BIN)/iglens "What is the capital of Vietnam?" --html receipt.html
 
 # Two workers with one thread each use two cores better than one worker with two threads.
 test: $(READY)
@@ -29,6 +29,10 @@ bench: $(READY)
 
 pictures: $(READY)
 	$(BIN)/python docs/make_pictures.py
+
+# Runs every notebook, checks its claims and keeps its outputs; figures get a picture where Chromium is installed.
+notebooks: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python docs/run_notebooks.py
 
 lint: $(READY)
 	$(BIN)/ruff check tl_iglens tests benchmarks

@@ -13,7 +13,8 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
+    here = {"metadata": {"path": str(path.parent)}}  # where Jupyter would run it
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=here).execute()
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in cells)
     assert sum("assert " in cell.source for cell in cells) >= 4
