@@ -11,7 +11,7 @@ PLAIN  := $(VENV)/.plain
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-all bench pictures notebooks lint types clean
+.PHONY: demo test test-all bench study pictures notebooks lint types clean
 
 demo: $(PLAIN)
 	$(BIN)/iglens "What is the capital of Vietnam?" --html receipt.html
@@ -26,6 +26,10 @@ test-all: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
+
+# Does the onset foretell the most damaging ablation? About an hour on two cores; goes on where it was left.
+study: $(READY)
+	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.onset_study --out study
 
 pictures: $(READY)
 	$(BIN)/python docs/make_pictures.py

@@ -340,7 +340,7 @@ def run_info(
         start = baseline
     else:
         start = "states of another prompt" if isinstance(baseline, ResidualStates) else "tensor"
-    notes = ("logits are defined up to the unembedding's centring",) if quantity == "logit" else ()
+    notes: tuple[str, ...] = ("logits are defined up to the unembedding's centring",) if quantity == "logit" else ()
     bos, eos = (getattr(getattr(model, "tokenizer", None), f"{name}_token_id", None) for name in ("bos", "eos"))
     if bos is not None and bos == eos and any(int(ids[0]) == bos for ids in states.prompts.ids):
         notes += (f"prompts begin with id {bos}, the end of a text in place of a BOS",)
@@ -378,7 +378,7 @@ def _joined(parts: list[IGLensResult]) -> IGLensResult:
         values = [getattr(part, name) for part in parts]
         axis = {"attribution": 1, "levels": 1, "step_attribution": 2}.get(name, 0)
         tensors[name] = None if values[0] is None else torch.cat(values, axis)
-    strings = {
+    strings: dict[str, Any] = {
         name: tuple(row for part in parts for row in getattr(part, name)) for name in ("target_strings", "token_strings")
     }
     return replace(parts[0], **tensors, **strings)

@@ -332,6 +332,7 @@ def _head_weights(model: Any) -> tuple[Tensor, Tensor | None]:
         todo = "load the model without quantising or offloading its unembedding"
         rule = f"one with a readable unembedding matrix [{d_model}, d_vocab]"
         fail("model", rule, got, todo, NotImplementedError)
+    assert isinstance(weight, Tensor)
     weight = weight.detach()
     bias = getattr(model, "b_U", None)
     bias = None if bias is None else bias.detach().to(weight.device)

@@ -56,6 +56,7 @@ def direct_probability(
     has_mid = "blocks.0.hook_resid_mid" in question.model.hook_dict
     pairs = zip(found.labels, found.boundaries, strict=True)
     places = tuple(_end(label, boundary, has_mid) for label, boundary in pairs)
+    assert found.quadrature_error is not None
     missed = found.quadrature_error.nan_to_num().sum(0).max().item()
     return MethodResult(
         method="dpa",
