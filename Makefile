@@ -11,7 +11,7 @@ PLAIN  := $(VENV)/.plain
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-all bench study pictures notebooks lint types clean
+.PHONY: demo test test-all bench matrix study pictures notebooks lint types clean
 
 demo: $(PLAIN)
 	$(BIN)/iglens "What is the capital of Vietnam?" --html receipt.html
@@ -26,6 +26,11 @@ test-all: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
+
+# Which model families are read exactly; writes docs/MATRIX.md.
+matrix: $(READY)
+	for v in 3.9.0 2.18.0; do test -d .tl-versions/$$v || $(PIP) --no-deps --target .tl-versions/$$v "transformer-lens==$$v" better-abc; done
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.matrix
 
 # Does the onset foretell the most damaging ablation? About an hour on two cores; goes on where it was left.
 study: $(READY)

@@ -27,7 +27,7 @@ def run(path: Path) -> None:
     bundles = [output.data for output in outputs if FIGURE in output.get("data", {})]
     if bundles and chromium.found():
         figures = [json.loads(json.dumps(bundle[FIGURE])) for bundle in bundles]
-        for bundle, png in zip(bundles, chromium.pictures(figures), strict=True):
+        for bundle, png in zip(bundles, chromium.pictures(figures, scale=1), strict=True):
             bundle[PICTURE] = base64.b64encode(png).decode()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times of day
