@@ -149,7 +149,7 @@ class AblationResult:
 
     @classmethod
     def load(cls, path: str | FilePath) -> "AblationResult":
-        """Read what ``save`` wrote; ValueError for a file that is damaged or is something else."""
+        """Read what ``save`` wrote to ``path``; ValueError for a file that is damaged or is something else."""
         return read_result(cls, path, "AblationResult", info=AblationInfo)
 
 
@@ -193,6 +193,8 @@ def ablate(
             tuple of them is ablated together.
         reference: prompts, or a ``Reference``; None for the other rows of ``input``.
         pos_slice: the analysed position, one per row.
+        attention_mask, prepend_bos: a mask for ids with pads; whether text gets the tokenizer's BOS, None for the model's
+            own default.
         fwd_hooks: interventions to run under, as for ``model.run_with_hooks``.
         stack: None lets sites share a forward, unless hooks of the caller are at work, which would see its
             rows; False runs one full forward per site.

@@ -54,6 +54,7 @@ class Steps:
         return len(self.segment)
 
     def at(self, chosen: Tensor) -> "Steps":
+        """Some of the steps, by mask or index ``[step]``."""
         return Steps(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
 
     def halves(self, middle: Float[Tensor, "step"]) -> "Steps":
@@ -88,7 +89,7 @@ def step_gradients(
 ) -> Iterator[StepGradients]:
     """Integrated gradients of steps that together cover every segment of every cell, round by round.
 
-    ``levels`` is f at ``states``. A step takes at most ``n_nodes`` gradients, and splitting stops before a
+    ``f`` and ``value_and_grad`` read rows ``[row, d_model]``; ``levels`` is f at ``states``. A step takes at most ``n_nodes`` gradients, and splitting stops before a
     cell has taken more than ``max_rows``. The first reading is always done: a step per segment, but at least
     ``FIRST_STEPS``.
     """

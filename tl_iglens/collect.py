@@ -53,6 +53,7 @@ class ResidualStates:
 
     @property
     def has_mid(self) -> bool:
+        """Whether states between attention and MLP are among them."""
         return any(point.mid for point in self.points)
 
     def index(self, point: Point) -> int:
@@ -63,7 +64,7 @@ class ResidualStates:
         return self.points.index(point)
 
     def at(self, cells: Int[Tensor, "batch pos"]) -> "ResidualStates":
-        """The same states with another set of positions, each of which was collected."""
+        """The same states at other positions, ``cells`` ``[batch, pos]`` (−1: none), each of which was collected."""
         cells = cells.masked_fill(self.left_out[:, None], NO_POSITION)
         if torch.equal(cells, self.positions):
             return self
@@ -101,6 +102,12 @@ class ResidualStates:
 
         The model's own output is read from the cached last state by the model's own final norm and
         unembedding, or taken from ``logits`` of the same run where they are given.
+
+        Args:
+            cache: an ``ActivationCache`` with the stream's hook points (``hook_resid_mid`` too for ``incl_mid``).
+            tokens: the ids of that run, ``[pos]`` or ``[batch, pos]``.
+            attention_mask: of ids with pads, as the run had it.
+            pos_slice, incl_mid: as for ``collect_states``.
         """
         model = unwrap(model)
         check_model(model)
@@ -145,7 +152,14 @@ def collect_states(
     Reads ``blocks.0.hook_resid_pre`` and ``hook_resid_post`` of every block (``hook_resid_mid`` too with
     ``incl_mid``). ``fwd_hooks`` run as in ``model.run_with_hooks`` and come before ours, so the states are
     those under the intervention. ``extra`` names further hook points to keep at the same positions. Prompts of
-    different length are padded here and equal their solo runs.
+    different length are padded here and equal their solo runs. States are those of the stream, without a unit.
+
+    Args:
+        input: text, a list of texts, or ids ``[pos]`` / ``[batch, pos]``.
+        pos_slice: TransformerLens ``Slice`` over the real tokens of each row; None for all of them.
+        attention_mask, prepend_bos: a mask for ids with pads; whether text gets the tokenizer's BOS, None for the
+            model's own default.
+        batch_size: rows per forward; None lets the length of the prompts decide.
 
     A row with NaN or infinity at an asked position is left out with a warning that names its first layer and
     position. Raises NonFiniteStateError where no row is left, and RuntimeError for a hook that never fires.

@@ -153,6 +153,7 @@ class Comparison:
 
     @property
     def methods(self) -> tuple[str, ...]:
+        """Their names, in the order they were asked for."""
         return tuple(self.results)
 
     def __getitem__(self, method: str) -> MethodResult:
@@ -161,7 +162,7 @@ class Comparison:
         return self.results[method]
 
     def to_dataframe(self, *, wide: bool = False) -> pd.DataFrame:
-        """All values. Long: one row per (cell, method, row) with its unit and kind, and the method's further figures.
+        """All values, long or ``wide``. Long: one row per (cell, method, row) with its unit and kind, and the method's further figures.
 
         Wide: one row per (cell, point) and one column per method, named ``method [unit]``; additive rows that
         end at the same point are summed, so that heads stand beside the attention they make up, and rows

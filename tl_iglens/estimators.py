@@ -50,6 +50,7 @@ def segment_credits(
 ) -> SegmentCredits:
     """Credits of every segment of a path through ``states``, and f at its points.
 
+    ``f`` maps states ``[..., d_model]`` to values ``[...]``, ``value_and_grad`` to values and gradients ``[..., d_model]``.
     ``prediction_aware`` evaluates f at ``k · n_steps + 1`` states; a gradient rule evaluates
     ``value_and_grad`` at ``n_steps`` nodes per segment (by autograd through f where none is given).
     At most ``max_nodes`` interpolated states per cell exist at once.
@@ -138,7 +139,7 @@ def slope(
 
 
 def autograd_of(f: Readout) -> GradReadout:
-    """Value and gradient of a row-wise f by autograd, whatever the caller's grad mode."""
+    """Value ``[...]`` and gradient ``[..., d_model]`` of a row-wise f by autograd, whatever the caller's grad mode."""
 
     def value_and_grad(h: Tensor) -> tuple[Tensor, Tensor]:
         with torch.inference_mode(False), torch.enable_grad():

@@ -55,7 +55,7 @@ def read_result(cls: type[Result], path: str | Path, kind: str, **parts: type) -
 
 
 def write_tensors(tensors: Mapping[str, Tensor], meta: Mapping[str, str], path: str | Path) -> Path:
-    """One safetensors file, whole or not at all; OSError naming the path where it cannot be written."""
+    """One safetensors file of tensors ``[...]``, whole or not at all; OSError naming the path where it cannot be written."""
     path = Path(path)
     if not path.name or path.is_dir():
         fail("path", "a file to write", f"{str(path)!r}, a folder", "name a file in it, such as result.safetensors")

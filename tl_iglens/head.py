@@ -66,7 +66,7 @@ class OutputTransform:
         return logits if self.is_identity or self.function is None else self.function(logits)
 
     def slope(self, image: Tensor) -> Tensor:
-        """T'(z) at rows whose transformed logits are ``image``."""
+        """T'(z) where the transformed logits are ``image``, both ``[...]``."""
         if not self.is_known:
             todo = "use estimator='prediction_aware', which needs no gradient"
             fail("model", "one with a scaled or soft-capped output", "another output transform", todo, NotImplementedError)
@@ -152,7 +152,7 @@ def has_norm(model: Any) -> bool:
 
 
 def output_transform(model: Any) -> Callable[[Tensor], Tensor] | None:
-    """The transform of a bridge's adapter, or the soft cap of a HookedTransformer."""
+    """The transform of logits ``[..., d_vocab]`` of a bridge's adapter, or the soft cap of a HookedTransformer."""
     own = getattr(getattr(model, "adapter", None), "apply_output_logits_transform", None)
     if callable(own):
         return own

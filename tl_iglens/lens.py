@@ -70,6 +70,8 @@ def ig_lens(
         estimator, n_steps: ``"prediction_aware"`` (exact), or a gradient rule with ``n_steps`` nodes a segment, which
             warns where its credits miss more than a twentieth.
         quantity: ``"prob"``, ``"log_prob"`` or ``"logit"`` (defined up to the unembedding's centring).
+        attention_mask, prepend_bos: a mask for ids with pads; whether text gets the tokenizer's BOS, None for the
+            model's own default.
         states: states collected before, instead of a forward.
         batch_size: rows per forward; tile_bytes: size of a tile of logits; progress: a bar on stderr.
         head: ``"model"`` reads in the model's dtype; ``"float32"`` lifts the head of a half-precision model, and

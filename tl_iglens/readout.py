@@ -299,7 +299,7 @@ class _OnlineSoftmax:
 
 
 def exp_(x: Tensor) -> Tensor:
-    """exp in place for shifted logits; what would leave the normal numbers stays at their lower end.
+    """exp in place for shifted logits ``[...]``; what would leave the normal numbers stays at their lower end.
 
     Early layers spread their logits so far that most of the vocabulary is below that, and processors compute
     with subnormal numbers several times slower. Against a largest term of 1 the difference is below 1e-30.

@@ -48,10 +48,12 @@ def write_report(
     keeps all of them.
 
     Args:
-        result: what ``ig_lens``, ``explain_generation`` or ``direct_probability_attribution`` returned.
+        result: what ``ig_lens``, ``explain_generation`` or ``direct_probability_attribution`` returned, ``[segment, batch, pos]``.
         path: the file to write; an existing one is replaced.
         title: shown literally.
         onset_rule, fraction: as for ``result.onset``.
+
+    Raises: ValueError where ``path`` is a folder, OSError where it cannot be written.
     """
     path = FilePath(path)
     if path.is_dir():

@@ -98,7 +98,7 @@ class IGLensResult:
         return torch.where(self.delta.abs() < _UNDEFINED, torch.nan, share)
 
     def onset(self, rule: str = "mass", fraction: float = 0.5) -> "Onset":
-        """The segment where the quantity is decided, per cell, with its label and boundary.
+        """The segment where the quantity is decided by one ``rule``, per cell, with its label and boundary.
 
         * ``mass`` (the paper's): earliest segment at which cumulative |credit| reaches ``fraction`` of its
           total;
@@ -131,7 +131,7 @@ class IGLensResult:
         return Onset(index, tuple(tuple(self.labels[i] if i >= 0 else NO_ONSET for i in row) for row in index.tolist()), self.boundaries)
 
     def top(self, k: int = 10, *, batch: int = 0, pos: int = -1) -> pd.DataFrame:
-        """The ``k`` segments of one cell with the largest |credit|, largest first."""
+        """The ``k`` segments of one cell (row ``batch``, column ``pos``) with the largest |credit|, largest first."""
         frame = self.to_dataframe()
         column = range(int(self.positions.shape[1]))[pos]
         cell = frame[(frame["batch"] == batch) & (frame["column"] == column)]
@@ -168,7 +168,7 @@ class IGLensResult:
 
     @classmethod
     def load(cls, path: str | FilePath) -> "IGLensResult":
-        """Read what ``save`` wrote; ValueError for a file that is damaged or is something else."""
+        """Read what ``save`` wrote to ``path``; ValueError for a file that is damaged or is something else."""
         return read_result(cls, path, KIND, info=RunInfo)
 
     def caption(self) -> str:
@@ -206,7 +206,7 @@ class IGLensResult:
 
 
 def largest_gap(gap: Tensor) -> float:
-    """The largest |gap| of a result; cells without a position do not count."""
+    """The largest |gap| of a result, ``[batch, pos, ...]``; cells without a position do not count."""
     return torch.nan_to_num(gap).abs().max().item() if gap.numel() else 0.0
 
 

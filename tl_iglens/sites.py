@@ -68,8 +68,8 @@ class Reference:
     mean over real positions of all of them.
     """
 
-    contributions: Mapping[str, Tensor]
-    mean: Mapping[str, Tensor]
+    contributions: Mapping[str, Tensor]  # of every hook point, [ref, ctx, ...]
+    mean: Mapping[str, Tensor]  # over real positions, [...]
     ids: tuple[tuple[int, ...], ...]
 
 

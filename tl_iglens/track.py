@@ -56,6 +56,8 @@ def track(
         candidates: tokens as text or id, or ``TokenSet``s, followed at every position; or an integer tensor
             ``[batch, pos, candidate]``. None follows the model's own ``top_k`` tokens of each position.
         quantity: ``"prob"``, ``"log_prob"`` or ``"logit"``. The rest as for ``ig_lens``, from the embedding on.
+
+    Raises: ValueError or TypeError naming the argument.
     """
     check_choice("quantity", quantity, QUANTITIES)
     about = {"pos_slice": pos_slice, "attention_mask": attention_mask, "prepend_bos": prepend_bos}
@@ -116,6 +118,7 @@ def probability_flow(
 
     Two passes over the vocabulary: one for log Z of every point, one for the differences of the two distributions of
     every segment, a run of tokens at a time. Arguments as for ``ig_lens``, from the embedding on.
+    Raises ValueError or TypeError naming the argument.
     """
     about = {"pos_slice": pos_slice, "attention_mask": attention_mask, "prepend_bos": prepend_bos}
     about |= {"batch_size": batch_size, "fwd_hooks": fwd_hooks}
@@ -277,10 +280,12 @@ class Tracks:
 
     @property
     def quantity(self) -> str:
+        """What the levels are: ``prob``, ``log_prob`` or ``logit``."""
         return self.info.quantity
 
     @property
     def delta(self) -> Float[Tensor, "batch pos candidate"]:
+        """Last level − first."""
         return self.levels[-1] - self.levels[0]
 
     @property

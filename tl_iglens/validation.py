@@ -224,7 +224,7 @@ class OnsetStudy:
 
     @classmethod
     def load(cls, path: str | FilePath) -> "OnsetStudy":
-        """Read what ``save`` wrote; ValueError for a file that is damaged or is something else."""
+        """Read what ``save`` wrote to ``path``; ValueError for a file that is damaged or is something else."""
         return read_result(cls, path, "OnsetStudy")
 
 
@@ -268,8 +268,12 @@ def validate_onset(
         scores: names from ``SCORES``.
         unit, mode, at, reference: the ablation, as for ``ablate``; unit is block, attn or mlp.
         fraction: of the onset rules.
+        n_resamples: bootstrap samples of prompts, and permutations.
+        prepend_bos: whether prompts get the tokenizer's BOS; None for the model's own default.
 
-    Returns: an :class:`OnsetStudy`.
+    Returns: an :class:`OnsetStudy` with ``effects`` ``[prompt, layer]`` in probability.
+
+    Raises: ValueError naming the argument.
     """
     check_choice("unit", unit, UNITS)
     check_choice("mode", mode, MODES)

@@ -85,7 +85,7 @@ class Behind:
     is_centred: bool
 
     def pull(self, gradient: Tensor, cell: Tensor) -> Float[Tensor, "step d_model"]:
-        """Lᵀ gradient."""
+        """Lᵀ gradient, ``gradient`` ``[step, d_model]`` at the cells ``cell`` ``[step]``."""
         pulled = gradient if self.gain is None else gradient * self.gain.to(gradient)
         if self.is_centred:
             pulled = pulled - pulled.mean(-1, keepdim=True)

@@ -70,7 +70,11 @@ METHODS: dict[str, Method] = {
 
 
 def register_method(name: str, hooks: Callable[..., Sequence[str]] = _nothing) -> Callable[..., Any]:
-    """Decorator that adds a method to the table under a new name; ValueError for a name that is taken."""
+    """Decorator that adds a method to the table under a new name; ValueError for a name that is taken.
+
+    The method takes a ``Question`` and returns a ``MethodResult`` with values ``[row, batch, pos]`` and their unit.
+    ``hooks(model, **options)`` names the hook points it needs beside the residual stream.
+    """
     if name in METHODS:
         fail("name", "new to the table of methods", repr(name), "choose another, or del METHODS[name] first")
 

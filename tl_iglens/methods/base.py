@@ -109,7 +109,7 @@ class MethodResult:
     expected: Float[Tensor, "batch pos"] | None = None
     offset: Float[Tensor, "batch pos"] | None = None
     error: Float[Tensor, "batch pos"] | None = None
-    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    extra: Mapping[str, Tensor] = field(default_factory=dict)  # [row, batch, pos, ...]
     texts: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -125,13 +125,13 @@ class MethodResult:
         return torch.full_like(self.values[0], torch.nan) if self.expected is None else self.total - self.expected
 
     def top(self, k: int = 10, *, batch: int = 0, pos: int = -1) -> pd.DataFrame:
-        """The ``k`` rows of one cell with the largest |value|, largest first."""
+        """The ``k`` rows of one cell (``batch``, ``pos``) with the largest |value|, largest first."""
         order = self.values[:, batch, pos].abs().argsort(descending=True, stable=True)[:k].tolist()
         rows = [(self.labels[i], self.boundaries[i], float(self.values[i, batch, pos])) for i in order]
         return pd.DataFrame(rows, columns=["label", "boundary", "value"])
 
     def tokens(self, name: str, *, batch: int = 0, pos: int = -1) -> dict[str, list[str]]:
-        """Per row the texts of the token ids in ``extra[name]``, such as ``top_ids``."""
+        """Per row the texts of the token ids in ``extra[name]``, such as ``top_ids``, of one cell (``batch``, ``pos``)."""
         ids = self.extra[name][:, batch, pos].tolist()
         return {label: [self.texts[i] for i in row] for label, row in zip(self.labels, ids, strict=True)}
 

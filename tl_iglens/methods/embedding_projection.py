@@ -24,7 +24,8 @@ def embedding_projection(question: Question, *, top_k: int = 5) -> MethodResult:
 
     Components are the attention and MLP outputs where the path includes the states between them, else its segments.
     ``extra``: ``top_ids``, ``top_values``, ``bottom_ids``, ``bottom_values``, ``[row, batch, pos, k]``. Values are
-    defined up to the unembedding's centring, the tokens' order is not affected by it.
+    logits times the norm's scale, defined up to the unembedding's centring; the tokens' order is not affected by it.
+    ``top_k``: tokens on either side. ValueError where it is not positive or the target is a set of tokens.
     """
     readout, n = question.readout, question.n_layers
     top_k = min(check_positive("top_k", top_k), readout.d_vocab)

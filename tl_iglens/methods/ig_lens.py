@@ -4,7 +4,10 @@ from .base import MethodResult, Question
 
 
 def credits(question: Question) -> MethodResult:
-    """Credits of the segments; they sum to Δ, the change of the model's own quantity from the baseline on."""
+    """Credits of the segments; they sum to Δ, the change of the model's own quantity from the baseline on.
+
+    ``[segment, batch, pos]``. Errors are those of ``ig_lens``, such as ReadoutMismatchError. Source: arXiv 2606.29693.
+    """
     receipt = question.receipt
     return MethodResult(
         method="ig_lens",

@@ -21,7 +21,7 @@ def jacobian(question: Question, *, lens: Any = None, top_k: int = 5) -> MethodR
     """Levels of f through a Jacobian lens at the boundaries of the path that it covers, figures as for ``logit_lens``.
 
     ``lens``: a ``transformer_lens.tools.analysis.JacobianLens`` of this model, or the path of a saved one. Needs
-    TransformerLens 3.9 or later and a bridge with raw weights, both of which the lens checks itself.
+    TransformerLens 3.9 or later and a bridge with raw weights, both of which the lens checks itself (ImportError, ValueError). ``top_k``: tokens kept per state.
     """
     kind = _lens_class()
     if lens is None:

@@ -36,7 +36,8 @@ def layer_ig(
     """Captum's ``LayerIntegratedGradients`` at every block output of the path.
 
     ``baseline_prompt``: a token (text or id) repeated over the prompt, or ids ``[batch, ctx]``; None takes the
-    tokenizer's end-of-text token. ``extra``: ``at_target`` (the part at the target position) and
+    tokenizer's end-of-text token. ``n_steps`` nodes of Gauss–Legendre quadrature, ``internal_batch_size`` of them
+    in one forward (Captum's options). Values are in the unit of F, probability by default. ``extra``: ``at_target`` (the part at the target position) and
     ``convergence_delta`` (total − change of F, as Captum reports it), ``[row, batch, pos]``.
 
     Warns where a layer's total misses the change of F by more than a twentieth of it. Raises ImportError where Captum
@@ -61,7 +62,10 @@ def layer_ig(
 def layer_conductance(
     question: Question, *, baseline_prompt: Any = None, n_steps: int = 50, internal_batch_size: int | None = None
 ) -> MethodResult:
-    """Captum's ``LayerConductance`` at every block output of the path; options and figures as for ``layer_ig``."""
+    """Captum's ``LayerConductance`` at every block output of the path; options and figures as for ``layer_ig``.
+
+    Values are in the unit of F, probability by default.
+    """
     captum = _captum()
 
     def attribute(forward: "_Forward", layer: torch.nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:

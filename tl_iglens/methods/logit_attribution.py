@@ -119,6 +119,7 @@ class _Terms:
 
 
 def direction_of(question: Question) -> Direction:
+    """The direction in the stream that the target's logit, or its difference to another, is read along."""
     readout, objective = question.readout, question.flat_objective
     plus, minus = (objective.sign > 0).sum(-1), (objective.sign < 0).sum(-1)
     if bool((plus != 1).any()) or bool((minus > 1).any()):
@@ -149,7 +150,7 @@ def direction_of(question: Question) -> Direction:
 
 
 def norm_at(question: Question, h: Tensor) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Gain, bias, scale σ(h) and centring of the final norm."""
+    """Gain and bias ``[d_model]``, scale σ(h) ``[cell, 1]`` and centring of the final norm at states ``[cell, d_model]``."""
     h, norm = h.double(), question.readout.norm
     if norm.module is None:
         return torch.ones_like(h[0]), torch.zeros_like(h[0]), torch.ones_like(h[:, :1]), False

@@ -20,7 +20,7 @@ def logit_lens(question: Question, *, top_k: int = 5) -> MethodResult:
 
     ``extra``: ``rank`` of the first target among all tokens (0 is the top one), ``entropy`` and ``kl`` =
     KL(final ‖ here) in nats, ``[row, batch, pos]``; ``top_ids`` and ``top_values`` (probabilities),
-    ``[row, batch, pos, k]``. Levels sum to nothing.
+    ``[row, batch, pos, k]`` with k = ``top_k``, a ValueError where it is not positive. Levels sum to nothing.
     """
     points = question.path.states
     return read_levels(question, "logit_lens", question.at(points), top_k, **ends_of(points, question.n_layers))

@@ -54,7 +54,7 @@ def tuned_lens(question: Question, *, lens: "TunedLens | str | FilePath | None" 
     """Levels of f through a tuned lens at every boundary of the path, figures as for ``logit_lens``.
 
     ``lens``: a :class:`TunedLens` or the folder of one. Translators exist for the states between blocks, so states
-    inside a block have no row.
+    inside a block have no row. ``top_k``: tokens kept per state. ValueError for a lens that does not fit the model.
     """
     if lens is None:
         fail("lens", "a TunedLens or its folder for tuned_lens", "None", _FIT_TODO)
@@ -79,18 +79,21 @@ class TunedLens:
 
     @property
     def n_layers(self) -> int:
+        """How many translators there are."""
         return len(self.weight)
 
     @property
     def d_model(self) -> int:
+        """The width of the stream."""
         return int(self.weight.shape[-1])
 
     @classmethod
     def zero(cls, n_layers: int, d_model: int) -> "TunedLens":
-        """The lens that is the logit lens."""
+        """The lens that is the logit lens, of ``n_layers`` translators for a stream of width ``d_model``."""
         return cls(torch.zeros(n_layers, d_model, d_model), torch.zeros(n_layers, d_model))
 
     def describe(self) -> str:
+        """Of which model it is, in a few words."""
         name = self.config.get("base_model_name_or_path", "an unnamed model")
         return f"lens of {name}, {self.n_layers} translators"
 

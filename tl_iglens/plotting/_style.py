@@ -116,6 +116,7 @@ def hover(*lines: str, name: str = "") -> str:
 
 
 def unit(quantity: str) -> str:
+    """The unit of a quantity, as an axis names it."""
     return UNITS.get(quantity, quantity)
 
 
