@@ -40,7 +40,7 @@ def _random_head(d_model: int, d_vocab: int, n_layers: int) -> Any:
     """An unembedding of the shape of a larger model, without its blocks."""
     torch.manual_seed(0)
     unembed = torch.nn.Linear(d_model, d_vocab, bias=False).requires_grad_(False)
-    cfg = SimpleNamespace(normalization_type=None, output_logits_soft_cap=-1.0, n_layers=n_layers)
+    cfg = SimpleNamespace(normalization_type=None, output_logits_soft_cap=-1.0, n_layers=n_layers, d_model=d_model)
     return SimpleNamespace(unembed=unembed, W_U=unembed.weight.T, b_U=None, cfg=cfg)
 
 
