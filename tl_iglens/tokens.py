@@ -104,9 +104,16 @@ def _tokenise(model: Any, text: str, prepend_bos: bool | None) -> list[int]:
     return [int(i) for i in model.to_tokens(text, truncate=False, **options)[0]]
 
 
+def _d_vocab(model: Any) -> int:
+    """The tokens the model has; a bridge's ``cfg.d_vocab`` follows whatever tokenizer is put on it."""
+    weight = getattr(model, "W_U", None)
+    d_vocab = int(model.cfg.d_vocab)
+    return min(d_vocab, int(weight.shape[-1])) if isinstance(weight, Tensor) and weight.ndim == 2 else d_vocab
+
+
 def _warn_tokenizer(model: Any) -> None:
     """A tokenizer of another model gives other ids without a word."""
-    size, d_vocab = 0 if model.tokenizer is None else len(model.tokenizer), int(model.cfg.d_vocab)
+    size, d_vocab = 0 if model.tokenizer is None else len(model.tokenizer), _d_vocab(model)
     if size > d_vocab:
         warnings.warn(
             f"model.tokenizer knows {size} tokens and the model {d_vocab}; it may belong to another model, so compare "
@@ -160,7 +167,7 @@ def _mask_tensor(mask: Any, ids: Tensor) -> Bool[Tensor, "batch ctx"]:
 
 
 def _check_bounds(model: Any, prompts: Prompts) -> None:
-    d_vocab = int(model.cfg.d_vocab)
+    d_vocab = _d_vocab(model)
     real = prompts.ids[prompts.mask]
     if int(real.min()) < 0 or int(real.max()) >= d_vocab:
         bad = int(real.min()) if int(real.min()) < 0 else int(real.max())
