@@ -106,6 +106,33 @@ def test_token_text_is_never_markup(tmp_path):
     assert "<U+202E>" in visible("a\u202eb")
 
 
+def test_a_lens_is_read_from_the_named_folder_alone(tmp_path):
+    """A folder named with .. is that folder; no name inside the files leads to another."""
+    lens = tl_iglens.TunedLens.zero(2, 4)
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    lens.save(inner / ".." / "lens")
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()) == ["lens/config.json", "lens/params.pt"]
+    config = tmp_path / "lens" / "config.json"
+    config.write_text(config.read_text().replace('"base_model_name_or_path": ""', '"base_model_name_or_path": "../../etc/passwd"'))
+    assert tl_iglens.TunedLens.load(inner / ".." / "lens").n_layers == 2
+    with pytest.raises(ValueError, match=r"lens must be a local folder with config\.json and params\.pt"):
+        tl_iglens.TunedLens.load(inner / ".." / "other")
+
+
+def test_no_module_that_unpickles_is_imported_under_another_name():
+    """The walk over calls goes by name, so those names have to be the modules' own."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                assert (node.module or "").split(".")[0] not in {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}, file
+            if isinstance(node, ast.Import):
+                assert not any("pickle" in a.name and a.asname for a in node.names), file
+            if isinstance(node, ast.Call):
+                assert not ast.unparse(node.func).endswith("read_pickle"), file
+                assert not any(word.arg == "allow_pickle" and ast.unparse(word.value) != "False" for word in node.keywords), file
+
+
 @pytest.mark.parametrize("name", ["../outside.safetensors", "a/../../outside.safetensors"])
 def test_only_the_named_file_is_written(name, tmp_path):
     """A result goes exactly where it was told to, whole, and leaves nothing beside it."""
@@ -121,5 +148,7 @@ def test_prompt_ids_are_data_not_file_names(tmp_path):
     out = tmp_path / "deep" / "study"
     rows = [{"text": "one text", "id": "../../evil"}, {"text": "another", "id": "/evil"}]
     out.parent.mkdir()
-    corpus.run(shared_bridge("gpt2"), rows, "ig_lens", out, id_column="id")
+    table = corpus.run(shared_bridge("gpt2"), rows, "ig_lens", out, id_column="id")
+    kept = table.to_pandas().astype(str)
+    assert all((kept == row["id"]).any().any() for row in rows)  # as they are
     assert not [p for p in tmp_path.rglob("*evil*")] and not Path("/evil").exists()
