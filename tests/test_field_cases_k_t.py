@@ -205,6 +205,8 @@ def test_N_C77_a_foreign_tokenizer_warns_and_labels_do_not_crash():
     larger = tokenizer()
     larger.add_tokens([f"<new{i}>" for i in range(100)])
     model.tokenizer = larger
+    with pytest.raises(ValueError, match=r"^input must be token ids between 0 and d_vocab-1=\d+, got 350"):
+        ig_lens(model, [[0, 350, 7]])  # a bridge takes the tokenizer's size for its own
     with pytest.warns(UserWarning, match=r"model\.tokenizer knows \d+ tokens and the model \d+"):
         ig_lens(model, "a", targets=7)
     result = ig_lens(model, [[0, 5, 40, 7]], targets=7)

@@ -105,10 +105,13 @@ def _tokenise(model: Any, text: str, prepend_bos: bool | None) -> list[int]:
 
 
 def _d_vocab(model: Any) -> int:
-    """The tokens the model has; a bridge's ``cfg.d_vocab`` follows whatever tokenizer is put on it."""
-    weight = getattr(model, "W_U", None)
+    """The tokens the model has; a bridge's ``cfg.d_vocab`` follows whatever tokenizer is put on it.
+
+    A packed matrix has another shape and says nothing; the readout refuses it by name.
+    """
+    shape = tuple(getattr(getattr(model, "W_U", None), "shape", ()))
     d_vocab = int(model.cfg.d_vocab)
-    return min(d_vocab, int(weight.shape[-1])) if isinstance(weight, Tensor) and weight.ndim == 2 else d_vocab
+    return min(d_vocab, shape[1]) if len(shape) == 2 and shape[0] == int(model.cfg.d_model) else d_vocab
 
 
 def _warn_tokenizer(model: Any) -> None:
