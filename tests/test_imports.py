@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "tl_iglens"
 ORDER = (
     "_types", "_checks", "path", "estimators", "adaptive", "quantity", "tokens", "_html", "prompts", "files", "head", "readout", "output", "watchers",
     "collect", "windows", "result", "component_result", "lens", "generation", "writers", "components", "track",
-    "methods/", "compare", "sites", "ablation", "ranking", "validation", "plotting/", "report", "corpus/", "demo", "cli_corpus", "cli",
+    "methods/", "compare", "sites", "ablation", "ranking", "validation", "plotting/", "report", "corpus/", "demo", "_console", "cli_corpus", "cli",
     "__main__", "__init__",
 )  # fmt: skip
 

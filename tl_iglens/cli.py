@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ._checks import check_choice, check_positive, fail
+from ._console import stdout_console
 from ._types import BASELINES, ESTIMATORS, ONSET_RULES
 from .cli_corpus import commands
 from .generation import decode, explain_generation, render_prompt
@@ -31,7 +32,6 @@ from .report import write_report
 from .result import IGLensResult
 from .tokens import token_label
 
-_PIPED_WIDTH = 120  # of output that goes to a file or another program, unless $COLUMNS says otherwise
 _FED_LINES = 3  # of the prompt as fed, and of its ids
 _LONGEST_TOKEN = 16
 _FEW_ROWS, _MOST_ROWS = 12, 40
@@ -345,7 +345,7 @@ class _Report:
 
     def show(self, saved: Path | None, page: Path | None = None) -> None:
         """Print the receipts and what the numbers are."""
-        console = Console(width=None if sys.stdout.isatty() else _piped_width(), highlight=False, emoji=False)
+        console = stdout_console()
         width = console.width
         console.print(_line("prompt", self.prompt, width))
         title, said = ("target", token_label(self.answer)) if self.is_target else ("answer", self.answer)
@@ -472,11 +472,6 @@ def _runs(labels: Sequence[str], chosen: Sequence[int]) -> str:
             runs.append([s])
     parts = [[labels[s] for s in r] if len(r) < 3 else [f"{labels[r[0]]} … {labels[r[-1]]}"] for r in runs]
     return ", ".join(label for part in parts for label in part)
-
-
-def _piped_width() -> int:
-    columns = os.environ.get("COLUMNS", "")
-    return int(columns) if columns.isdecimal() and int(columns) > 0 else _PIPED_WIDTH
 
 
 COMMANDS.update(commands(load_model))

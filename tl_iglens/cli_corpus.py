@@ -8,17 +8,16 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from . import corpus
 from ._checks import check_choice, check_positive
+from ._console import stdout_console
 from ._types import BASELINES, ONSET_RULES
 from .corpus.worker import ANALYSES, TOO_LONG
 from .tokens import token_label
 
-_PIPED_WIDTH = 120
 _MOST_SEGMENTS = 12
 
 
@@ -106,7 +105,7 @@ def commands(load_model: Callable[[str | None], Any]) -> dict[str, typer.Typer]:
 
 def _show(found: corpus.Corpus, rule: str, n: int) -> None:
     """Print the summary of a dataset as a few tables."""
-    console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH, highlight=False, emoji=False)
+    console = stdout_console()
     console.print(Text(f"{found.path}: {found.provenance['analysis']} · {found.caption()}"), end="\n\n")
     facts = _table("what", "figure")
     for name, value in found.summary().items():

@@ -1,7 +1,8 @@
 """Results as files: safetensors with JSON metadata, written whole or not at all; nothing in them is executable."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,16 +60,24 @@ def write_tensors(tensors: Mapping[str, Tensor], meta: Mapping[str, str], path: 
     path = Path(path)
     if not path.name or path.is_dir():
         fail("path", "a file to write", f"{str(path)!r}, a folder", "name a file in it, such as result.safetensors")
-    partial = path.with_name(path.name + ".partial")
     try:
-        save_file(dict(tensors), str(partial), metadata=dict(meta))
-        partial.replace(path)
+        with replaced(path) as partial:
+            save_file(dict(tensors), str(partial), metadata=dict(meta))
     except SafetensorError as error:
         todo = "free some space, or choose another place"
         fail("path", "a place that can be written to", f"{path} ({error})", todo, OSError)
+    return path
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A file beside ``path`` to write to, which takes its place when the block ends well and is gone when it does not."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        yield partial
+        partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    return path
 
 
 def _known(cls: type, words: Mapping[str, Any]) -> dict[str, Any]:

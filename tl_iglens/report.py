@@ -21,6 +21,7 @@ from plotly.offline import get_plotlyjs
 
 from ._checks import fail
 from ._html import number
+from .files import replaced
 from .plotting._cells import columns
 from .plotting._labels import HOVER_LENGTH, shorten, visible
 from .plotting._style import UNITS, array, hover, palette
@@ -59,12 +60,8 @@ def write_report(
     if path.is_dir():
         fail("path", "a file to write", f"the folder {path}", "name a file in it, such as report.html")
     page = _page(result, title, onset_rule, fraction)
-    partial = path.with_name(path.name + ".partial")
-    try:
+    with replaced(path) as partial:
         partial.write_text(page, "utf-8", errors="xmlcharrefreplace")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
     return path
 
 
