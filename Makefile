@@ -28,8 +28,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks
 
 # Which model families are read exactly; writes docs/MATRIX.md.
-matrix: $(READY)
-	for v in 3.9.0 2.18.0; do test -d .tl-versions/$$v || $(PIP) --no-deps --target .tl-versions/$$v "transformer-lens==$$v" better-abc; done
+matrix: $(READY) .tl-versions/3.9.0/transformer_lens .tl-versions/2.18.0/transformer_lens
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.matrix
 
 # Does the onset foretell the most damaging ablation? About an hour on two cores; goes on where it was left.
@@ -59,6 +58,10 @@ $(READY): $(PLAIN)
 	@echo "installing the tools for development into $(VENV) ..."
 	$(PIP) -c constraints.txt -e ".[dev]"
 	@touch $@
+
+# An older TransformerLens beside the same environment, to stand first on PYTHONPATH.
+.tl-versions/%/transformer_lens: | $(READY)
+	$(PIP) --no-deps --target .tl-versions/$* "transformer-lens==$*" better-abc
 
 clean:
 	rm -rf $(VENV) dist build *.egg-info

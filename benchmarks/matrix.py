@@ -292,13 +292,10 @@ def hooked_cells() -> dict[str, dict[str, Cell]]:
 
 
 def hooked_cells_of(release: str) -> dict[str, dict[str, Cell]]:
-    """The same under another TransformerLens, in a process of its own; see ``.ci/versions``."""
+    """The same under another TransformerLens, in a process of its own."""
     folder = ROOT / ".tl-versions" / release
-    folder = Path(os.environ.get("TL_IGLENS_VERSIONS", folder.parent)) / release
     if not (folder / "transformer_lens").is_dir():
-        raise SystemExit(
-            f"{folder} must hold transformer-lens {release}; run `bash .ci/versions` or `make test-all` first"
-        )
+        raise SystemExit(f"{folder} must hold transformer-lens {release}; run `make matrix`, which installs it there")
     environment = os.environ | {"PYTHONPATH": str(folder)}
     command = [sys.executable, "-m", "benchmarks.matrix", "--hooked"]
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)

@@ -16,7 +16,7 @@ from plotly.offline import get_plotlyjs
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --virtual-time-budget=60000 --dump-dom"
+    "--disable-component-update --disable-sync"
 ).split()
 WIDTH = 860  # of figures that leave it to the page
 
@@ -51,7 +51,8 @@ def pictures(figures: Sequence[Mapping[str, Any]], *, scale: float = 1.5) -> lis
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder, "page.html")
         page.write_text(PAGE.format(plotly=get_plotlyjs(), figures=text), "utf-8")
-        command = [browser, *FLAGS, f"--user-data-dir={folder}/profile", page.as_uri()]
+        drawn = ("--virtual-time-budget=60000", "--dump-dom")
+        command = [browser, *FLAGS, *drawn, f"--user-data-dir={folder}/profile", page.as_uri()]
         dom = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
     shown = re.search(r"<pre>(.*?)</pre>", dom, re.S)
     if shown is None:

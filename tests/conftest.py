@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its pool
 import numpy as np
 import pytest
 import torch
-from fixtures import bridge, hooked, needs_bridge, needs_hooked
+from fixtures import bridge, hooked, needs_bridge, needs_hooked, shared_bridge, tokenizer
 
 # Small products gain nothing from threads, and threads that outnumber the free cores wait for each other.
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -42,6 +42,24 @@ HOOKED = {
 BRIDGED = ("gpt2", "llama", "gemma2", "gemma3", "neox_seq", "neox_par", "qwen2", "phi", "cohere")
 SMALL = [f"hooked-{name}" for name in HOOKED] + [f"{f}-{kind}" for f in BRIDGED for kind in ("raw", "compat")]
 DOUBLE = ["hooked-LN", "hooked-soft-cap", "gpt2-raw", "gemma2-raw", "neox_par-raw", "cohere-compat"]
+
+
+def close(ours, theirs, tolerance, equal_nan=False):
+    """Two sets of numbers of one shape differ nowhere by more than the tolerance; NaN equals NaN only where asked."""
+    ours, theirs = torch.as_tensor(ours).double(), torch.as_tensor(theirs).double()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance, equal_nan=equal_nan)
+
+
+close_or_nan = functools.partial(close, equal_nan=True)  # cells that are not analysed are NaN on both sides
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    """A random model with the small byte-level tokenizer: GPT-2, of whichever class there is."""
+    try:
+        return shared_bridge("gpt2")
+    except pytest.skip.Exception:
+        return hooked("LN", d_vocab=320, n_ctx=64, tokenizer=tokenizer())
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import tempfile
 import time
 from itertools import pairwise
 
+import chromium
 import pytest
 import torch
 from test_plotting import BLANK, MARKUP, every_figure, receipt
@@ -23,11 +24,8 @@ from tl_iglens import ig_lens, plotting
 from tl_iglens.plotting._labels import shorten, visible
 from tl_iglens.report import write_report
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --hide-scrollbars --remote-debugging-pipe"
-).split()
+CHROMIUM = chromium.found()
+FLAGS = [*chromium.FLAGS, "--hide-scrollbars", "--remote-debugging-pipe"]
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found; on Debian: apt-get install chromium"),

@@ -3,15 +3,12 @@
 import pytest
 import torch
 from conftest import IDS, IS_4, has_mid, small_model
+from conftest import close_or_nan as close
 from fixtures import bridge, hooked, no_trace, reference_states, tokenizer
 
 import tl_iglens.collect as collect
 from tl_iglens import NonFiniteStateError, ReadoutMismatchError, ResidualStates, collect_states, ig_lens
 from tl_iglens.path import Point
-
-
-def close(ours, theirs, tolerance):
-    torch.testing.assert_close(ours.double(), theirs.double(), rtol=0, atol=tolerance, equal_nan=True)
 
 
 def captured(model, ids, names, **options):

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from conftest import IDS, small_model
+from conftest import close_or_nan as close
 from fixtures import bridge, hooked, needs_bridge, no_trace, reference_states, references
 from fixtures.families import SPECS
 
@@ -23,10 +24,6 @@ from tl_iglens.writers import UNITS, component_hooks
 BOTH = ("layers", "straight")
 TARGETS = torch.tensor([3, 7, 11, 2, 30, 4, 8])
 RAGGED = {"input": [IDS, [1, 7, 9, 11, 3, 3, 3]], "attention_mask": [[1] * 7, [1] * 5 + [0] * 2]}
-
-
-def close(ours, theirs, tolerance):
-    torch.testing.assert_close(ours.double(), theirs.double(), rtol=0, atol=tolerance, equal_nan=True)
 
 
 def message(error, model, *args, **options):

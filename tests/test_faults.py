@@ -14,6 +14,7 @@ import warnings
 import pytest
 import torch
 from conftest import IDS, IS_4
+from conftest import close_or_nan as close
 from fixtures import bridge, hooked, needs_bridge, no_trace, shared_bridge, tokenizer
 from safetensors.torch import load_file, save_file
 
@@ -38,10 +39,6 @@ from tl_iglens.readout import Readout
 
 POST1 = "blocks.1.hook_resid_post"
 ROWS = [IDS, [*IDS[1:], 12], IDS[::-1]]
-
-
-def close(ours, theirs, tolerance):
-    torch.testing.assert_close(ours.double(), theirs.double(), rtol=0, atol=tolerance, equal_nan=True)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import IS_4
+from conftest import IS_4, close
 from fixtures import (
     IDS_BR,
     IDS_HT,
@@ -48,11 +48,6 @@ from tl_iglens.tokens import token_label
 POST1 = "blocks.1.hook_resid_post"
 
 
-def close(ours, theirs, tolerance):
-    ours, theirs = torch.as_tensor(ours).double(), torch.as_tensor(theirs).double()
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
-
-
 def own(model, ids):
     """The model's own distribution behind the last token, in float64 from its own logits."""
     with torch.no_grad():
@@ -81,15 +76,6 @@ def message(error, call):
         call()
     assert type(caught.value) is error
     return str(caught.value)
-
-
-@pytest.fixture(scope="module")
-def gpt2():
-    """A random model with the small byte-level tokenizer: GPT-2, of whichever class there is."""
-    try:
-        return shared_bridge("gpt2")
-    except pytest.skip.Exception:
-        return hooked("LN", d_vocab=320, n_ctx=64, tokenizer=tokenizer())
 
 
 @pytest.fixture(params=["hooked LN", "hooked LNPre", "hooked RMS", "hooked RMSPre", "gpt2", "llama"])

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import IS_4
+from conftest import IS_4, close
 from fixtures import (
     IDS_BR,
     bridge,
@@ -41,24 +41,10 @@ IDS = torch.tensor([IDS_BR])
 PACKAGE = Path(tl_iglens.__file__).parent
 
 
-def close(ours, theirs, tolerance):
-    ours, theirs = torch.as_tensor(ours).double(), torch.as_tensor(theirs).double()
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
-
-
 def own(model, ids=IDS):
     """The model's own distribution behind the last token of every row."""
     with torch.no_grad():
         return model(ids, return_type="logits")[:, -1].double().softmax(-1)
-
-
-@pytest.fixture(scope="module")
-def gpt2():
-    """A random GPT-2 with a small byte-level tokenizer, of whichever class there is."""
-    try:
-        return shared_bridge("gpt2")
-    except pytest.skip.Exception:
-        return hooked("LN", d_vocab=320, n_ctx=64, tokenizer=tokenizer())
 
 
 # --- K: the state of the model ------------------------------------------------------------------------------

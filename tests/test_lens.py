@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from conftest import BRIDGED, HOOKED, IDS, IS_4, has_mid, small_model
+from conftest import close_or_nan as close
 from fixtures import (
     bridge,
     hooked,
@@ -20,10 +21,6 @@ from tl_iglens._types import ESTIMATORS, QUANTITIES
 
 RULES = [name for name in ESTIMATORS if name != "prediction_aware"]
 TARGETS = [7, 3, 11, 2, 30, 4, 8]
-
-
-def close(ours, theirs, tolerance):
-    torch.testing.assert_close(ours.double(), theirs.double(), rtol=0, atol=tolerance, equal_nan=True)
 
 
 def at_targets(logits, targets=TARGETS):

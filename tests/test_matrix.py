@@ -1,17 +1,14 @@
 """The published matrix of model families: complete, nothing wrong in it, and a sample of it measured again."""
 
 import re
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-matrix = pytest.importorskip("benchmarks.matrix", reason="needs a TransformerLens with architecture adapters")
+from benchmarks import matrix
 
-TEXT = (ROOT / "docs" / "MATRIX.md").read_text("utf-8")
+TEXT = (Path(__file__).parent.parent / "docs" / "MATRIX.md").read_text("utf-8")
 PAGE = matrix.read_page(TEXT)
 SAMPLE = ("GPT2LMHeadModel", "LlamaForCausalLM", "Gemma2ForCausalLM", "GPTNeoXForCausalLM", "MambaForCausalLM")
 

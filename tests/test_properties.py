@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import HOOKED, IS_4, has_mid
+from conftest import close_or_nan as close
 from fixtures import bridge, hooked, no_trace
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
@@ -166,10 +167,6 @@ def questions(draw: st.DrawFn, *, estimators: tuple[str, ...] = ESTIMATORS, n_ro
 def size(result: Any) -> float:
     """What rounding is relative to: 1 for probabilities, the largest level for logs and logits."""
     return max(1.0, float(torch.nan_to_num(result.levels).abs().max()))
-
-
-def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
-    torch.testing.assert_close(ours.double(), theirs.double(), rtol=0, atol=tolerance, equal_nan=True)
 
 
 # --- law 1 ------------------------------------------------------------------------------------------------

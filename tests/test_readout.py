@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import DOUBLE, IDS, IS_4, SMALL, small_model
+from conftest import DOUBLE, IDS, IS_4, SMALL, close, small_model
 from fixtures import bridge, hooked, no_trace, reference_readout
 
 from tl_iglens import ig_lens
@@ -11,10 +11,6 @@ from tl_iglens.quantity import Objective
 from tl_iglens.readout import Readout
 
 IDS_OF_A_SET, SIGNS = [7, 3, 11, 48], [1, 1, -1, 0]
-
-
-def close(ours, theirs, tolerance):
-    torch.testing.assert_close(ours.double(), theirs.double(), rtol=0, atol=tolerance)
 
 
 def objective(quantity, cells, ids=(7,), sign=(1,)):

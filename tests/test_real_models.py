@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import IS_4
+from conftest import close_or_nan as close
 from fixtures import identity_block, no_trace
 
 from tl_iglens import TokenSet, collect_states, ig_lens
@@ -24,10 +25,6 @@ TEXTS = {
 def real(request):
     """(name, model); the model is loaded once per session."""
     return request.param, request.getfixturevalue(request.param)
-
-
-def close(ours, theirs, tolerance):
-    torch.testing.assert_close(ours.double(), theirs.double(), rtol=0, atol=tolerance, equal_nan=True)
 
 
 def own_probs(model, ids):

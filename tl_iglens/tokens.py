@@ -85,7 +85,7 @@ def read_prompts(model: Any, input: Any, attention_mask: Any = None, prepend_bos
         if attention_mask is not None:
             fail("attention_mask", "None for text input", "a mask", "pass token ids together with a mask")
         _warn_tokenizer(model)
-        prompts = _ragged([_tokenise(model, text, prepend_bos) for text in texts], texts)
+        prompts = _ragged([tokenise(model, text, prepend_bos) for text in texts], texts)
     else:
         ids = _id_tensor(input)
         mask = torch.ones_like(ids, dtype=torch.bool) if attention_mask is None else _mask_tensor(attention_mask, ids)
@@ -97,7 +97,8 @@ def read_prompts(model: Any, input: Any, attention_mask: Any = None, prepend_bos
     return prompts
 
 
-def _tokenise(model: Any, text: str, prepend_bos: bool | None) -> list[int]:
+def tokenise(model: Any, text: str, prepend_bos: bool | None) -> list[int]:
+    """The ids of a text by the model's own ``to_tokens``; ``prepend_bos`` None is the model's own default."""
     if model.tokenizer is None:
         fail("input", "token ids for a model without a tokenizer", repr(text), "set one, or pass ids [batch, pos]")
     options = {} if prepend_bos is None else {"prepend_bos": prepend_bos}

@@ -17,7 +17,7 @@ from ..ablation import ablate
 from ..components import direct_probability_attribution
 from ..lens import ig_lens, weight_processing
 from ..readout import Readout
-from ..tokens import Prompts, TokenSet, _tokenise, is_next, next_tokens, resolve_objective, select_positions
+from ..tokens import Prompts, TokenSet, is_next, next_tokens, resolve_objective, select_positions, tokenise
 from .sources import Row, Shard, Unreadable
 from .tables import TABLES, Problem, Ready, error_table, in_order, labels_of, user_table
 
@@ -166,7 +166,7 @@ class Worker:
 
     def _ids(self, prompt: Any) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return tuple(_tokenise(self.model, prompt, self.plan.prepend_bos))
+            return tuple(tokenise(self.model, prompt, self.plan.prepend_bos))
         return tuple(int(i) for i in prompt)
 
     def _limit(self) -> int | None:
@@ -274,12 +274,10 @@ def batches(ready: Sequence[Ready], budget: int) -> Iterator[list[Ready]]:
 
 def describe(value: Any) -> Any:
     """An option as JSON, the same in every process."""
-    if value is None or isinstance(value, bool | int | float):
+    if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, TokenSet):
         return repr(value)
-    if isinstance(value, str):
-        return value
     if isinstance(value, torch.Tensor | np.ndarray) and np.ndim(value):
         flat = torch.as_tensor(value).double().reshape(-1)
         return f"tensor {tuple(np.shape(value))}, sum {flat.sum().item():.9g}, norm {flat.norm().item():.9g}"

@@ -50,6 +50,11 @@ def ticks(labels: Sequence[str], length: int = TICK_LENGTH, every: int = 1) -> d
     }
 
 
+def turned(labels: Sequence[str], most: int = 10) -> dict[str, Any]:
+    """Small tick labels, upright where there are more than ``most`` of them."""
+    return {"tickangle": -90 if len(labels) > most else 0, "tickfont": {"size": 11}}
+
+
 def aliases(labels: Sequence[str], length: int = TICK_LENGTH) -> dict[str, Any]:
     """A category axis 0, 1, 2, … that shows as many of the labels as fit, whatever part of it is in view."""
     return {

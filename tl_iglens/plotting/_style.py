@@ -12,7 +12,6 @@ import plotly.io as pio
 from torch import Tensor
 
 from .._checks import fail
-from .._html import number as number  # the number format of all figures
 from ._labels import TICK_LENGTH, escape, visible
 
 # Blue and orange differ for every common form of colour blindness; each pair reads on its background.

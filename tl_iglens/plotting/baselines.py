@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 
 from .._checks import fail
 from ._cells import one
-from ._labels import aliases, full, ticks, visible
+from ._labels import aliases, full, ticks, turned, visible
 from ._style import AWAY, LEGEND, array, finish, hover, label_space, limit, palette, plain, signed, unit
 
 _ROW_PIXELS = 38
@@ -114,8 +114,8 @@ def baselines(
             row=1,
             col=2,
         )
-    turned = {"tickangle": -90 if len(labels) > 10 else 0, "tickfont": {"size": 11}}
-    figure.update_xaxes(**aliases(labels), **turned, title={"text": "segment"}, showgrid=False, row=1, col=1)
+    upright = turned(labels)
+    figure.update_xaxes(**aliases(labels), **upright, title={"text": "segment"}, showgrid=False, row=1, col=1)
     figure.update_xaxes(type="linear", title={"text": unit(quantity)}, zeroline=True, row=1, col=2)
     across = {**ticks([visible(n) for n in names], length=24), "range": [len(names) - 0.5, -0.5]}
     figure.update_yaxes(**across, **AWAY, showgrid=False)
@@ -133,7 +133,7 @@ def baselines(
         margin={
             "l": 50 + label_space(names, 12, 24),
             "t": 40,
-            "b": 95 + (label_space(labels) if turned["tickangle"] else 0),
+            "b": 95 + (label_space(labels) if upright["tickangle"] else 0),
         },
     )
 

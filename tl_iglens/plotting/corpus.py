@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from .._checks import check_positive, fail
 from .._html import number
 from ..tokens import visible
-from ._labels import aliases, escape, full, ticks
+from ._labels import aliases, escape, full, ticks, turned
 from ._style import AWAY, LEGEND, array, finish, hover, label_space, limit, palette, signed, unit
 
 _ROW_PIXELS = 24
@@ -51,8 +51,7 @@ def onset_histogram(
             )
         )
     labels = frame["segment"].tolist()
-    turned = {"tickangle": -90 if len(labels) > 10 else 0, "tickfont": {"size": 11}}
-    figure.update_xaxes(**aliases(labels), **turned, title={"text": "segment of the onset"}, showgrid=False)
+    figure.update_xaxes(**aliases(labels), **turned(labels), title={"text": "segment of the onset"}, showgrid=False)
     figure.update_yaxes(title={"text": "share of tokens"}, tickformat=".0%", rangemode="tozero")
     figure.update_layout(barmode="group", bargap=0.2, legend=LEGEND)
     return finish(
@@ -105,8 +104,7 @@ def mean_credit(
         )
     )
     shown = [f"{name} ({count:,})" for name, count in zip(names, counts, strict=True)]
-    turned = {"tickangle": -90 if len(segments) > 10 else 0, "tickfont": {"size": 11}}
-    figure.update_xaxes(**aliases(segments), **turned, title={"text": "segment"}, showgrid=False)
+    figure.update_xaxes(**aliases(segments), **turned(segments), title={"text": "segment"}, showgrid=False)
     across = {**ticks(shown, length=24), "range": [len(shown) - 0.5, -0.5]}
     figure.update_yaxes(**across, **AWAY, title={"text": f"{escape(by)} (tokens)"}, showgrid=False)
     return finish(

@@ -10,7 +10,7 @@ from plotly.subplots import make_subplots
 from .._checks import fail
 from .._html import number
 from ._cells import Columns, check_same_cells, columns, ends, is_path
-from ._labels import aliases, full, ticks
+from ._labels import aliases, full, ticks, turned
 from ._style import (
     AWAY,
     LEGEND,
@@ -116,8 +116,8 @@ def draw(
 
     first = len(cells) - in_view
     across_axis = ticks if written else aliases
-    turned = {"tickangle": -90 if len(cells) > _WRITTEN_COLUMNS else 0, "tickfont": {"size": 11}}
-    view = {**turned, "range": [first - 0.5, len(cells) - 0.5], "showgrid": False}
+    upright = turned(cells.tokens, most=_WRITTEN_COLUMNS)
+    view = {**upright, "range": [first - 0.5, len(cells) - 0.5], "showgrid": False}
     below = {
         **across_axis(cells.tokens),
         **view,
@@ -142,8 +142,8 @@ def draw(
 
     shown = f"last {len(cells) - first} of {len(cells)} tokens in view, drag sideways for the others" if first else ""
     prompt = f"row {cells.batch} of {len(result.positions)} prompts" if len(result.positions) > 1 else ""
-    length = {"t": 58, "b": 95} if not turned["tickangle"] else {"t": 45, "b": 85}
-    if turned["tickangle"]:
+    length = {"t": 58, "b": 95} if not upright["tickangle"] else {"t": 45, "b": 85}
+    if upright["tickangle"]:
         length = {"t": 45 + label_space(cells.targets), "b": 75 + label_space(cells.tokens)}
     return finish(
         figure,
