@@ -665,6 +665,8 @@ def test_figures(made):
         plotting.top_prompts(table, n=5),
     ):
         assert isinstance(figure, go.Figure) and figure.data and "baseline embed" in figure.layout.title.text
+        gap = table.to_pandas(["completeness_gap"])["completeness_gap"].abs().max()
+        assert f"|Σ − Δ| ≤ {gap:.1e}" in figure.layout.title.text
     onsets = plotting.onset_histogram(table, rules="mass").data[0]
     assert np.allclose(onsets.y, table.onset_histogram("mass")["share"], atol=1e-6)
     grid = plotting.mean_credit(table, by="target class").data[0]

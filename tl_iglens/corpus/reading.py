@@ -209,8 +209,11 @@ class Corpus:
         }
 
     def caption(self) -> str:
-        """One line that says what the numbers are and over how much."""
+        """One line that says what the numbers are, over how much, and how far credits are from their sum at most."""
         info, parts = self.info, [f"{len(self):,} tokens"]
+        if "completeness_gap" in self._names:
+            gaps = (pc.max(pc.abs(batch["completeness_gap"])).as_py() or 0.0 for batch in self._batches(["completeness_gap"]))
+            parts.append(f"|Σ − Δ| ≤ {max(gaps, default=0.0):.1e}")
         if isinstance(info, RunInfo):
             parts = [info.quantity, f"baseline {info.baseline}", info.estimator, info.model, *parts]
         elif info is not None:
